@@ -24,3 +24,21 @@ def _bind_source_layout() -> None:
 
 
 _bind_source_layout()
+
+from .activation import Report, accelerate, accelerated, is_accelerated, restore  # noqa: E402 - after the binding
+from .outcome import Choice, Declined  # noqa: E402
+from .report import TargetStatus, explain, status  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "Choice",
+    "Declined",
+    "Report",
+    "TargetStatus",
+    "accelerate",
+    "accelerated",
+    "explain",
+    "is_accelerated",
+    "restore",
+    "status",
+]

@@ -40,3 +40,7 @@ class Decline(Exception):  # noqa: N818 - it reports a decision, not an error
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class CompileError(RuntimeError):
+    """A kernel could not be compiled or loaded; the message names the kernel, the target and the cause."""

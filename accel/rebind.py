@@ -1,0 +1,157 @@
+"""The ways a callable is replaced and put back. Each is an object with `apply()` and `undo()`, both idempotent.
+
+Undo comes from the record of what was replaced. A holder that somebody else patched over meanwhile is left alone and
+named in what `undo()` returns: our wrapper, still inside theirs, is switched off by its target and steps aside.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType, ModuleType
+from typing import Any, Protocol
+
+_MISSING = object()
+
+
+class Rebinding(Protocol):
+    """One replacement that can be made and unmade."""
+
+    def apply(self) -> bool:
+        """Replace; True if anything changed."""
+
+    def undo(self) -> list[str]:
+        """Put the original back; the holders that were left to somebody else, each a line."""
+
+
+class Attribute:
+    """An attribute of one module or class, e.g. `GatedMLP.forward`."""
+
+    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
+        self.owner, self.name, self.replacement = owner, name, replacement
+        self.original: Any = vars(owner)[name]
+
+    def apply(self) -> bool:
+        if vars(self.owner)[self.name] is not self.original:
+            return False
+        setattr(self.owner, self.name, self.replacement)
+        return True
+
+    def undo(self) -> list[str]:
+        current = vars(self.owner).get(self.name, _MISSING)
+        if current is self.replacement:
+            setattr(self.owner, self.name, self.original)
+        elif current is not self.original:
+            return [f"{_name(self.owner)}.{self.name} is now {_name(current)}"]
+        return []
+
+
+class Inside:
+    """Our wrapper already sits inside a wrapper that somebody else put on top: nothing to replace or put back."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.applied = False
+
+    def apply(self) -> bool:
+        changed, self.applied = not self.applied, True
+        return changed
+
+    def undo(self) -> list[str]:
+        self.applied = False
+        return [f"{_name(self.owner)}.{self.name} is {_name(vars(self.owner).get(self.name, _MISSING))}"]
+
+
+class Entry:
+    """An entry of a registry that is read and written by functions of its own."""
+
+    def __init__(self, label: str, read: Callable[[], Any], write: Callable[[Any], None], replacement: Any) -> None:
+        self.label, self.read, self.write, self.replacement = label, read, write, replacement
+        self.original = read()
+
+    def apply(self) -> bool:
+        if self.read() is not self.original:
+            return False
+        self.write(self.replacement)
+        return True
+
+    def undo(self) -> list[str]:
+        current = self.read()
+        if current is self.replacement:
+            self.write(self.original)
+        elif current is not self.original:
+            return [f"{self.label} is now {_name(current)}"]
+        return []
+
+
+class Everywhere:
+    """Every holder of a function, found by identity: module attributes under any name, and closures.
+
+    Closures matter because transformers freezes FLA's functions in one when a modeling module is imported; `prefixes`
+    names the packages whose functions' closures are searched. Undo searches anew, for the replacement: whoever copied
+    it meanwhile gets the original back.
+    """
+
+    def __init__(self, original: Any, replacement: Any, prefixes: tuple[str, ...] = ("transformers",)) -> None:
+        self.original, self.replacement, self.prefixes = original, replacement, prefixes
+        self.holders: set[tuple[str, str]] = set()
+
+    def apply(self) -> bool:
+        changed = False
+        for module, name in _attributes_holding(self.original):
+            setattr(module, name, self.replacement)
+            self.holders.add((module.__name__, name))
+            changed = True
+        for cell in self._cells_holding(self.original):
+            cell.cell_contents = self.replacement
+            changed = True
+        return changed
+
+    def undo(self) -> list[str]:
+        for module, name in _attributes_holding(self.replacement):
+            setattr(module, name, self.original)
+        for cell in self._cells_holding(self.replacement):
+            cell.cell_contents = self.original
+        left = []
+        for module_name, name in sorted(self.holders):
+            current = vars(sys.modules.get(module_name, ModuleType("gone"))).get(name, self.original)
+            if current is not self.original:
+                left.append(f"{module_name}.{name} is now {_name(current)}")
+        self.holders.clear()
+        return left
+
+    def _cells_holding(self, value: Any) -> Iterator[CellType]:
+        for module_name, module in list(sys.modules.items()):
+            if isinstance(module, ModuleType) and module_name.partition(".")[0] in self.prefixes:
+                for function in list(vars(module).values()):
+                    yield from _cells_of(function, value, module_name)
+
+
+def _attributes_holding(value: Any) -> Iterator[tuple[ModuleType, str]]:
+    # vars(), never getattr: lazy modules import things when an attribute is asked for.
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, held in list(vars(module).items()):
+                # our own modules keep originals on purpose
+                if held is value and not module.__name__.startswith("accel."):
+                    yield module, name
+
+
+def _cells_of(function: Any, value: Any, module_name: str) -> Iterator[CellType]:
+    """Cells holding `value` in `function` and in what it wraps, if defined in `module_name` or wrapped by us."""
+    while isinstance(function, FunctionType):
+        # The cells of our own wrappers hold the original on purpose.
+        if not hasattr(function, "__accel__"):
+            for cell in function.__closure__ or ():
+                try:
+                    if cell.cell_contents is value:
+                        yield cell
+                except ValueError:  # an empty cell
+                    continue
+        function = getattr(function, "__wrapped__", None)
+
+
+def _name(value: Any) -> str:
+    if value is _MISSING:
+        return "gone"
+    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"

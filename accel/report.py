@@ -1,0 +1,69 @@
+"""What is on, what was served and what declined: status and explain, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .activation import target_states
+from .outcome import Choice, Declined
+from .state import STATES, TargetState
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStatus:
+    """One target at one moment."""
+
+    name: str
+    state: str  #: "active", "pending import", "off" or "refused: <reason>"
+    served: int = 0
+    declined: dict[str, int] = field(default_factory=dict)  #: reason -> calls; compiled calls are not among them
+    kernels: dict[str, int] = field(default_factory=dict)  #: kernel -> calls it served
+    left: tuple[str, ...] = ()  #: holders that somebody else patched over, left to them by the last restore
+
+
+def status() -> list[TargetStatus]:
+    """Every target with its counters, in the order of the targets table."""
+    result = []
+    for target, state in target_states():
+        with state.lock:
+            kernels, declined = dict(state.served), dict(state.declined)
+        result.append(
+            TargetStatus(target.name, state.state, sum(kernels.values()), declined, kernels, tuple(state.left))
+        )
+    return result
+
+
+def explain(target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice | Declined:
+    """What would become of a call, without running, launching or counting anything.
+
+    Args:
+        target: a target's name, or the accelerated callable itself where a target has several.
+        args, kwargs: what upstream's callable would get; for a class's forward the module comes first.
+
+    Raises ValueError for an unknown target, and for one with several callables named by the target alone when the
+    arguments fit none of them.
+    """
+    from . import serve  # imports torch
+
+    if callable(target):
+        call = serve.wrapped_call(target)
+        if call is None:
+            raise ValueError(f"{target!r} is not served by accel here; name a target instead")
+        return call.decide(args, kwargs)[0]
+    state = _state(target)
+    outcomes = [served.decide(args, kwargs)[0] for served in serve.calls_of(state)]
+    if not outcomes:
+        return Declined(f"{target} is {state.state}")
+    for outcome in outcomes:
+        if isinstance(outcome, Choice):
+            return outcome
+    return outcomes[0]
+
+
+def _state(name: str) -> TargetState:
+    state = STATES.get(name)
+    if state is None:
+        raise ValueError(f"unknown target {name!r}; known are {', '.join(STATES)}")
+    return state

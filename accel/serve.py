@@ -1,0 +1,227 @@
+"""The wrapper around one upstream callable: facts -> plan -> kernel, or the original with untouched arguments."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+
+from . import certificates, verify
+from .outcome import Choice, CompileError, Decline, Declined
+from .rebind import Attribute, Everywhere, Inside, Rebinding
+from .state import TargetState, policy
+
+#: Plans remembered per adapter. Facts may carry lengths, so the memory is bounded and simply starts over when full.
+REMEMBERED = 4096
+
+
+class Adapter(Protocol):
+    """What one upstream callable passes, in upstream's words. All methods take upstream's own arguments."""
+
+    family: str  #: the kernel family, a folder under kernels/
+    in_place: bool  #: arguments are written to (never run twice for verification)
+
+    def facts(self, *args: Any, **kwargs: Any) -> tuple[Hashable, torch.device]:
+        """The family's facts and the device, from metadata alone. Raises Decline: call, then module, then tensors."""
+
+    def plan(self, facts: Any, arch: str) -> Choice | Declined:
+        """The family's plan."""
+
+    def run(self, choice: Choice, *args: Any, **kwargs: Any) -> Any:
+        """Launch; what upstream would return."""
+
+    def compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for the call while torch.compile traces; must be traceable itself."""
+
+
+class _Deciding(threading.local):
+    """Families for which a wrapper further out has already declined the call that is being made."""
+
+    families: frozenset[str] = frozenset()
+
+
+_deciding = _Deciding()
+
+
+def wrap(original: Callable[..., Any], adapter: Adapter, state: TargetState) -> Callable[..., Any]:
+    """A plain function that stands for `original`: same name, doc and signature, `__wrapped__` set.
+
+    One wrapper per original and target: asking again returns the same object. Upstream's `__dict__` is not taken over:
+    FLA's functions carry Dynamo's "disable" marks there, which would break full-graph compilation.
+    """
+    known = state.wrappers.get(id(original))
+    if known is not None:
+        return known
+    call = ServedCall(original, adapter, state)
+    compiled = adapter.compiled
+
+    @functools.wraps(original, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # no lock, counter or log here: each would break or recompile the graph
+            if state.on:
+                return compiled(original, *args, **kwargs)
+            return original(*args, **kwargs)
+        if state.on or recomputing():
+            return call(args, kwargs)
+        return original(*args, **kwargs)
+
+    wrapper.__accel__ = call  # type: ignore[attr-defined]
+    state.wrappers[id(original)] = wrapper
+    return wrapper
+
+
+def attribute(owner: Any, name: str, adapter: Adapter, state: TargetState) -> list[Rebinding]:
+    """The rebinding that serves `owner.name` (a module's or class's own attribute) through `adapter`.
+
+    Nothing if the owner lacks it or ours is in place; a mere note if ours is inside somebody else's wrapper.
+    """
+    current = vars(owner).get(name)
+    if current is None:
+        return []
+    call = wrapped_call(current, state)
+    if call is None:
+        return [Attribute(owner, name, wrap(current, adapter, state))]
+    return [] if state.wrappers.get(id(call.original)) is current else [Inside(owner, name)]
+
+
+def everywhere(owner: Any, name: str, adapter: Adapter, state: TargetState) -> list[Rebinding]:
+    """The rebinding that serves the function defined as `owner.name` wherever it is held, under any name."""
+    current = vars(owner).get(name)
+    if current is None:
+        return []
+    call = wrapped_call(current, state)
+    if call is None:
+        return [Everywhere(current, wrap(current, adapter, state))]
+    return [] if state.wrappers.get(id(call.original)) is current else [Inside(owner, name)]
+
+
+def wrapped_call(function: Any, state: TargetState | None = None) -> ServedCall | None:
+    """Our call (of `state`, or of any target) behind `function`, under any layers of others; None without one."""
+    while function is not None:
+        call = getattr(function, "__dict__", {}).get("__accel__")
+        if isinstance(call, ServedCall) and (state is None or call.state is state):
+            return call
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def calls_of(state: TargetState) -> list[ServedCall]:
+    """The served calls of a target that is on, one per upstream callable met so far."""
+    return [wrapper.__accel__ for wrapper in state.wrappers.values()] if state.on else []  # type: ignore[attr-defined]
+
+
+def recomputing() -> bool:
+    """True inside a backward pass, where only a checkpoint's recomputation runs forward code."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class ServedCall:
+    """Decides, launches, counts and falls back for one upstream callable."""
+
+    def __init__(self, original: Callable[..., Any], adapter: Adapter, state: TargetState) -> None:
+        self.original, self.adapter, self.state = original, adapter, state
+        self.plans: dict[tuple[Hashable, str], Choice | Declined] = {}
+        #: The route each configuration took last outside a backward pass. A recomputation takes it again, whatever
+        #: restore, quarantine or verification changed meanwhile.
+        self.routes: dict[tuple[Hashable, str], Choice | Declined] = {}
+        self.quarantined: dict[tuple[Hashable, str], str] = {}
+
+    def decide(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], arch: str | None = None
+    ) -> tuple[Choice | Declined, tuple[Hashable, str] | None]:
+        """The decision, from metadata alone, and the configuration it holds for (None: declined before a plan)."""
+        try:
+            facts, device = self.adapter.facts(*args, **kwargs)
+        except Decline as decline:
+            return Declined(decline.reason), None
+        key = (facts, arch or arch_of(device))
+        decision = self.plans.get(key)
+        if decision is None:
+            decision = self.adapter.plan(*key)
+            if isinstance(decision, Choice):
+                decision = certificates.check(decision, key[1], uncertified=policy.uncertified) or decision
+            _remember(self.plans, key, decision)
+        return decision, key
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        families = _deciding.families
+        if self.adapter.family in families:
+            return self.original(*args, **kwargs)
+        decision, key = self.decide(args, kwargs)
+        if key is not None:
+            decision = self._route(decision, key)
+        if isinstance(decision, Choice) and key is not None:
+            try:
+                result = self._run(decision, key, args, kwargs)
+            except Decline as decline:
+                decision = Declined(decline.reason)
+            except CompileError as error:
+                if policy.strict:
+                    raise
+                self.quarantine(key, str(error))
+                decision = Declined("its kernel failed to compile; see the log")
+            else:
+                self.state.count_served(str(decision.kernel))
+                return result
+        assert isinstance(decision, Declined)
+        self.state.count_declined(decision.reason)
+        return self.upstream(args, kwargs)
+
+    def upstream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original, with our other wrappers of the same family on its way told that this call is decided."""
+        families = _deciding.families
+        _deciding.families = families | {self.adapter.family}
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            _deciding.families = families
+
+    def quarantine(self, key: tuple[Hashable, str], why: str) -> None:
+        """Send this configuration upstream from now on."""
+        self.quarantined[key] = why
+        self.state.log_once(logging.ERROR, f"quarantined {key[0]} on {key[1]}: {why}")
+
+    def _route(self, decision: Choice | Declined, key: tuple[Hashable, str]) -> Choice | Declined:
+        if recomputing():
+            return self.routes.get(key, decision)
+        if key in self.quarantined:
+            decision = Declined("quarantined: an earlier call of this configuration failed; see the log")
+        _remember(self.routes, key, decision)
+        return decision
+
+    def _run(
+        self, choice: Choice, key: tuple[Hashable, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if choice.kernel != "portable":
+            decline_ambient()
+        if policy.verify and not self.adapter.in_place and verify.due(self, key):
+            return verify.run_both(self, choice, key, args, kwargs)
+        return self.adapter.run(choice, *args, **kwargs)
+
+
+def decline_ambient() -> None:
+    """Raise Decline where a direct kernel launch would escape what is watching the operators."""
+    if torch._C._get_tracing_state() is not None:
+        raise Decline("torch.jit is tracing")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Decline("inside a functorch transform (vmap, grad, ...)")
+    if torch._C._len_torch_dispatch_stack() > 0:
+        raise Decline("a torch dispatch mode is active")
+
+
+@functools.lru_cache(maxsize=64)
+def arch_of(device: torch.device) -> str:
+    """The dispatch arch of a device, e.g. "sm_90"; "cpu" without one."""
+    from accel.kernels.runtime.arch import dispatch_arch
+
+    return dispatch_arch(device)
+
+
+def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(memory) >= REMEMBERED:
+        memory.clear()
+    memory[key] = value

@@ -1,0 +1,1 @@
+"""Adapters for flash-linear-attention."""
