@@ -198,12 +198,7 @@ class Store:
         with self._lock(key):
             for path in self._paths(key):
                 path.unlink(missing_ok=True)
-                _say_once(
-                    ("discard", key),
-                    "cached kernel %s was removed and is built again: %s",
-                    path,
-                    reason,
-                )
+                _say_once(("discard", key), "cached kernel %s was removed and is built again: %s", path, reason)
 
     def entries(self) -> list[Entry]:
         """All entries, unverified, oldest first."""
@@ -244,12 +239,7 @@ class Store:
                 continue
             with suppress(FileNotFoundError):
                 path.unlink()
-            _say_once(
-                ("damaged", path),
-                "cached kernel %s %s: it was removed and is built again",
-                path,
-                damage,
-            )
+            _say_once(("damaged", path), "cached kernel %s %s: it was removed and is built again", path, damage)
         for name in os.listdir(self.root):
             if name.startswith(key + ".") and name.endswith(".tmp.o"):
                 with suppress(OSError):
@@ -261,11 +251,7 @@ class Store:
     def _lock(self, key: str) -> Iterator[None]:
         """Keep other builders of `key` waiting; goes on without the lock where it cannot be had."""
         try:
-            held = os.open(
-                self.root / f"{key}.lock",
-                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
-                0o600,
-            )
+            held = os.open(self.root / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError:
             held = None  # a read-only or full disk: what is done under the lock says so itself
         try:
@@ -286,11 +272,7 @@ class Store:
                 return
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    _log.info(
-                        "another process holds %s.lock for over %g s: going on without",
-                        key,
-                        self.lock_timeout,
-                    )
+                    _log.info("another process holds %s.lock for over %g s: going on without", key, self.lock_timeout)
                     return
                 time.sleep(0.02)
             except OSError:  # a file system without locks
@@ -441,11 +423,7 @@ def _say_once_unusable(problem: CacheRefused | OSError) -> None:
         )
     else:
         text = str(problem)
-    _say_once(
-        ("unusable", type(problem)),
-        "%s. Kernels of this process are kept in a private temporary folder.",
-        text,
-    )
+    _say_once(("unusable", type(problem)), "%s. Kernels of this process are kept in a private temporary folder.", text)
 
 
 def _say_once(what: object, message: str, *arguments: object) -> None:
