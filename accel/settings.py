@@ -54,10 +54,10 @@ def _count(value: str, environ: Mapping[str, str]) -> int:
 
 
 def _names(value: str, environ: Mapping[str, str]) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in value.split(","))
-    if not all(names):
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
+    if not names:
         raise ValueError
-    return tuple(dict.fromkeys(names))
+    return names
 
 
 def _level(value: str, environ: Mapping[str, str]) -> str:
@@ -103,7 +103,7 @@ _TABLE: tuple[Variable, ...] = (
         "verify",
         "a whole number, 0 or more",
         "0",
-        "compare the first n calls of every configuration with upstream's own result, and stop serving it on a mismatch",
+        "compare the first n calls of each configuration with upstream's own result; stop serving it on a mismatch",
         _count,
     ),
     Variable(

@@ -188,6 +188,16 @@ def test_a_damaged_entry_is_removed_and_built_again(
     assert str(path) in caplog.text and "built again" in caplog.text
 
 
+def test_an_entry_of_another_user_is_not_loaded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cache.store(KEY, writing(b"planted"))
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        real = os.fstat
+        monkeypatch.setattr(os, "fstat", lambda f: os.stat_result((*real(f)[:4], os.geteuid() + 1, *real(f)[5:])))
+    assert cache.load(KEY) is None and not path.exists()
+
+
 def test_a_good_entry_beside_a_damaged_one_is_used(home: Path) -> None:
     good = cache.store(KEY, writing())
     bad = good.with_name(f"{KEY}.{'0' * 64}.o")
@@ -270,9 +280,9 @@ def test_a_folder_that_others_could_fill_is_refused(
     refusal = cache.problem()
     assert refusal is not None and words in refusal and str(place) in refusal
     assert "ACCEL_CACHE_DIR" in refusal, "it says what to do"
-    with pytest.raises(cache.CacheRefused, match=words):
+    with pytest.raises(cache.CacheRefusedError, match=words):
         cache.entries()
-    with pytest.raises(cache.CacheRefused, match=words):
+    with pytest.raises(cache.CacheRefusedError, match=words):
         cache.clear()
     assert cache.load(KEY) is None, "the planted kernel is not loaded"
     assert [words in r.getMessage() and r.levelno == logging.WARNING for r in caplog.records] == [True]

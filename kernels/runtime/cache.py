@@ -48,7 +48,7 @@ _logged: set[object] = set()
 _guard = threading.Lock()
 
 
-class CacheRefused(Exception):
+class CacheRefusedError(Exception):
     """The folder must not be used: somebody else could put code there. The message says which, why, and what to do."""
 
 
@@ -75,7 +75,7 @@ def load(key: str) -> Path | None:
         found = _shared().find(key)
         if found is not None:
             return found
-    except (CacheRefused, OSError) as problem:
+    except (CacheRefusedError, OSError) as problem:
         _say_once_unusable(problem)
     private = _private_store
     return private.find(key) if private is not None and private.pid == os.getpid() else None
@@ -91,7 +91,7 @@ def store(key: str, write: Callable[[Path], None]) -> Path:
     _check_key(key)
     try:
         return _shared().build(key, write)
-    except (CacheRefused, OSError) as problem:
+    except (CacheRefusedError, OSError) as problem:
         _say_once_unusable(problem)
     return _private().build(key, write)
 
@@ -101,12 +101,12 @@ def discard(key: str, reason: str) -> None:
     _check_key(key)
     for where in (_shared(), _private_store):
         if where is not None:
-            with suppress(CacheRefused, OSError):
+            with suppress(CacheRefusedError, OSError):
                 where.discard(key, reason)
 
 
 def entries() -> list[Entry]:
-    """What the user's folder holds, unverified, oldest first. Raises CacheRefused if the folder must not be used."""
+    """What the user's folder holds, unverified, oldest first. Raises CacheRefusedError if the folder must not be used."""
     return _shared().entries()
 
 
@@ -120,18 +120,23 @@ def folder() -> Path:
     return settings.read().cache_dir / "kernels"
 
 
+def fallback() -> Path | None:
+    """The private temporary folder that this process had to use for a kernel; None if it did not."""
+    return _private_store.root if _private_store is not None and _private_store.pid == os.getpid() else None
+
+
 def problem() -> str | None:
     """Why the user's folder is not used, in one line; None if nothing speaks against it. Creates nothing."""
     try:
         _shared().check()
-    except CacheRefused as refused:
+    except CacheRefusedError as refused:
         return str(refused)
     except OSError as error:
-        return f"the kernel cache cannot be read: {error}"
+        return f"accel's cache folder cannot be read: {error}"
     return None
 
 
-# --- One folder ------------------------------------------------------------------------------------------------
+# --- One folder ----------------------------------------------------------------------------------------------------
 
 
 class Store:
@@ -143,21 +148,8 @@ class Store:
         self.pid = os.getpid()
 
     def check(self) -> bool:
-        """True if the folder is there and safe to use, False if it is not there yet; CacheRefused if it is not safe."""
-        for ancestor in Path(os.path.realpath(self.root.parent.parent)).parents:
-            _refuse_open_to_all(ancestor)
-        _refuse_open_to_all(Path(os.path.realpath(self.root.parent.parent)))
-        return _refuse_unless_own(self.root.parent) and _refuse_unless_own(self.root)
-
-    def prepare(self) -> None:
-        """Create the folder, for its owner alone, where it is missing. Raises CacheRefused or OSError."""
-        if self.check():
-            return
-        for place in (*reversed(self.root.parents), self.root):
-            if not os.path.isdir(place):
-                with suppress(FileExistsError):
-                    os.mkdir(place, 0o700)
-        self.check()  # somebody may have been quicker
+        """True if the folder is there and safe to use, False if it is not there yet; CacheRefusedError if it is not safe."""
+        return check_folder(self.root)
 
     def find(self, key: str) -> Path | None:
         """A verified entry, or None. Damaged ones are removed."""
@@ -175,7 +167,7 @@ class Store:
 
     def build(self, key: str, write: Callable[[Path], None]) -> Path:
         """A verified entry: the one that is there, else what `write` makes."""
-        self.prepare()
+        prepare_folder(self.root)
         with self._lock(key):
             found = self._find_and_sweep(key)
             if found is not None:
@@ -279,7 +271,29 @@ class Store:
                 return
 
 
-# --- Checks ----------------------------------------------------------------------------------------------------
+# --- Folders (also of certificates) --------------------------------------------------------------------------------
+
+
+def check_folder(root: Path) -> bool:
+    """True if `root` and its parent are folders that only we can write, False if one is missing.
+
+    Raises CacheRefusedError, saying what to do, if somebody else could have put files there.
+    """
+    above = Path(os.path.realpath(root.parent.parent))
+    for ancestor in (*above.parents, above):
+        _refuse_open_to_all(ancestor)
+    return _refuse_unless_own(root.parent) and _refuse_unless_own(root)
+
+
+def prepare_folder(root: Path) -> None:
+    """Create `root`, and what is missing above it, for the owner alone. Raises CacheRefusedError or OSError."""
+    if check_folder(root):
+        return
+    for place in (*reversed(root.parents), root):
+        if not os.path.isdir(place):
+            with suppress(FileExistsError):
+                os.mkdir(place, 0o700)
+    check_folder(root)  # somebody may have been quicker
 
 
 def _check_key(key: str) -> None:
@@ -297,21 +311,21 @@ def _refuse_open_to_all(ancestor: Path) -> None:
     except FileNotFoundError:
         return
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise CacheRefused(
-            f"the kernel cache is not used: everybody can replace what is in {ancestor} "
+        raise CacheRefusedError(
+            f"accel's cache folder is not used: everybody can replace what is in {ancestor} "
             f"(mode {stat.S_IMODE(mode):04o}); run `chmod o-w {ancestor}`, {_HOW_TO_MOVE}"
         )
 
 
 def _refuse_unless_own(place: Path) -> bool:
-    """True if `place` is a folder that only its owner, us, can write; False if it is missing; else CacheRefused."""
+    """True if `place` is a folder that only its owner, us, can write; False if it is missing; else CacheRefusedError."""
     try:
         status = os.lstat(place)
     except FileNotFoundError:
         return False
     except NotADirectoryError:
-        raise CacheRefused(
-            f"the kernel cache is not used: a folder above {place} is a file; remove it, {_HOW_TO_MOVE}"
+        raise CacheRefusedError(
+            f"accel's cache folder is not used: a folder above {place} is a file; remove it, {_HOW_TO_MOVE}"
         ) from None
     mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISLNK(status.st_mode):
@@ -325,12 +339,12 @@ def _refuse_unless_own(place: Path) -> bool:
         )
     elif mode & 0o022:
         trouble = (
-            f"others than its owner can write {place} (mode {mode:04o}), and kernels are code that gets loaded; "
-            f"empty it and run `chmod 700 {place}`, {_HOW_TO_MOVE}"
+            f"others than its owner can write {place} (mode {mode:04o}), and the kernels in it are code that gets "
+            f"loaded; empty it and run `chmod 700 {place}`, {_HOW_TO_MOVE}"
         )
     else:
         return True
-    raise CacheRefused(f"the kernel cache is not used: {trouble}")
+    raise CacheRefusedError(f"accel's cache folder is not used: {trouble}")
 
 
 def _damage(path: Path) -> str | None:
@@ -386,7 +400,7 @@ def _sync_folder(place: Path) -> None:
             os.close(opened)
 
 
-# --- Which folder ----------------------------------------------------------------------------------------------
+# --- Which folder --------------------------------------------------------------------------------------------------
 
 _private_store: Store | None = None
 
@@ -415,7 +429,7 @@ def _remove_private(place: Path, pid: int) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _say_once_unusable(problem: CacheRefused | OSError) -> None:
+def _say_once_unusable(problem: CacheRefusedError | OSError) -> None:
     if isinstance(problem, OSError):
         where = problem.filename or settings.default_cache_dir()
         text = (
