@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Hashable
@@ -114,6 +115,11 @@ def calls_of(state: TargetState) -> list[ServedCall]:
     return [wrapper.__accel__ for wrapper in state.wrappers.values()] if state.on else []  # type: ignore[attr-defined]
 
 
+def decided(family: str) -> bool:
+    """Whether a wrapper further out has already sent the call that is being made upstream, for this kernel family."""
+    return family in _deciding.families
+
+
 def recomputing() -> bool:
     """True inside a backward pass, where only a checkpoint's recomputation runs forward code."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -138,6 +144,10 @@ class ServedCall:
             facts, device = self.adapter.facts(*args, **kwargs)
         except Decline as decline:
             return Declined(decline.reason), None
+        except TypeError:
+            if _fits(self.adapter.facts, args, kwargs):
+                raise
+            return Declined("the arguments do not fit the signature"), None
         key = (facts, arch or arch_of(device))
         decision = self.plans.get(key)
         if decision is None:
@@ -148,8 +158,7 @@ class ServedCall:
         return decision, key
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        families = _deciding.families
-        if self.adapter.family in families:
+        if decided(self.adapter.family):
             return self.original(*args, **kwargs)
         decision, key = self.decide(args, kwargs)
         if key is not None:
@@ -219,6 +228,14 @@ def arch_of(device: torch.device) -> str:
     from accel.kernels.runtime.arch import dispatch_arch
 
     return dispatch_arch(device)
+
+
+def _fits(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
