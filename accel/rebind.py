@@ -42,15 +42,15 @@ class Attribute:
         if current is self.replacement:
             setattr(self.owner, self.name, self.original)
         elif current is not self.original:
-            return [f"{_name(self.owner)}.{self.name} is now {_name(current)}"]
+            return [f"{name_of(self.owner)}.{self.name} is now {name_of(current)}"]
         return []
 
 
 class Inside:
     """Our wrapper already sits inside a wrapper that somebody else put on top: nothing to replace or put back."""
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
+    def __init__(self, label: str, read: Callable[[], Any]) -> None:
+        self.label, self.read = label, read
         self.applied = False
 
     def apply(self) -> bool:
@@ -59,7 +59,7 @@ class Inside:
 
     def undo(self) -> list[str]:
         self.applied = False
-        return [f"{_name(self.owner)}.{self.name} is {_name(vars(self.owner).get(self.name, _MISSING))}"]
+        return [f"{self.label} is {name_of(self.read())}"]
 
 
 class Entry:
@@ -80,7 +80,7 @@ class Entry:
         if current is self.replacement:
             self.write(self.original)
         elif current is not self.original:
-            return [f"{self.label} is now {_name(current)}"]
+            return [f"{self.label} is now {name_of(current)}"]
         return []
 
 
@@ -116,7 +116,7 @@ class Everywhere:
         for module_name, name in sorted(self.holders):
             current = vars(sys.modules.get(module_name, ModuleType("gone"))).get(name, self.original)
             if current is not self.original:
-                left.append(f"{module_name}.{name} is now {_name(current)}")
+                left.append(f"{module_name}.{name} is now {name_of(current)}")
         self.holders.clear()
         return left
 
@@ -151,7 +151,8 @@ def _cells_of(function: Any, value: Any, module_name: str) -> Iterator[CellType]
         function = getattr(function, "__wrapped__", None)
 
 
-def _name(value: Any) -> str:
+def name_of(value: Any) -> str:
+    """What to call a function or class in a message."""
     if value is _MISSING:
         return "gone"
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"

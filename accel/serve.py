@@ -10,10 +10,12 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from . import certificates, verify
 from .outcome import Choice, CompileError, Decline, Declined
-from .rebind import Attribute, Everywhere, Inside, Rebinding
+from .rebind import Attribute, Entry, Everywhere, Inside, Rebinding, name_of
 from .state import TargetState, policy
 
 #: Plans remembered per adapter. Facts may carry lengths, so the memory is bounded and simply starts over when full.
@@ -86,7 +88,7 @@ def attribute(owner: Any, name: str, adapter: Adapter, state: TargetState) -> li
     call = wrapped_call(current, state)
     if call is None:
         return [Attribute(owner, name, wrap(current, adapter, state))]
-    return [] if state.wrappers.get(id(call.original)) is current else [Inside(owner, name)]
+    return [] if state.wrappers.get(id(call.original)) is current else [_inside(owner, name)]
 
 
 def everywhere(owner: Any, name: str, adapter: Adapter, state: TargetState) -> list[Rebinding]:
@@ -97,7 +99,33 @@ def everywhere(owner: Any, name: str, adapter: Adapter, state: TargetState) -> l
     call = wrapped_call(current, state)
     if call is None:
         return [Everywhere(current, wrap(current, adapter, state))]
-    return [] if state.wrappers.get(id(call.original)) is current else [Inside(owner, name)]
+    return [] if state.wrappers.get(id(call.original)) is current else [_inside(owner, name)]
+
+
+def entry(
+    label: str,
+    read: Callable[[], Any],
+    write: Callable[[Any], None],
+    adapter: Adapter,
+    state: TargetState,
+    *,
+    own: Any,
+) -> list[Rebinding]:
+    """The rebinding that serves a registry's entry. `label` names it in messages; `own` is the library's function for it.
+
+    Raises LookupError where the entry is neither that nor ours: somebody chose another function on purpose.
+    """
+    current = read()
+    call = wrapped_call(current, state)
+    if call is None:
+        if current is not own:
+            raise LookupError(f"{label} is {name_of(current)}, not the library's own function, and stays so")
+        return [Entry(label, read, write, wrap(current, adapter, state))]
+    return [] if state.wrappers.get(id(call.original)) is current else [Inside(label, read)]
+
+
+def _inside(owner: Any, name: str) -> Inside:
+    return Inside(f"{name_of(owner)}.{name}", lambda: vars(owner).get(name))
 
 
 def wrapped_call(function: Any, state: TargetState | None = None) -> ServedCall | None:
@@ -220,6 +248,12 @@ def decline_ambient() -> None:
         raise Decline("inside a functorch transform (vmap, grad, ...)")
     if torch._C._len_torch_dispatch_stack() > 0:
         raise Decline("a torch dispatch mode is active")
+    if forward_ad._current_level >= 0:
+        raise Decline("inside forward-mode differentiation")
+    for index in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(index)
+        if not isinstance(mode, DeviceContext):  # torch.device(...) as a context: it touches factories only
+            raise Decline(f"a torch function mode is active: {type(mode).__name__}")
 
 
 @functools.lru_cache(maxsize=64)
