@@ -1,0 +1,146 @@
+"""What there is to know about one attention call, read off the tensors' metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from accel.outcome import Decline
+
+#: Copy engines and 16-byte loads want every row to start at a multiple of this.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """One configuration of softmax(scale * q @ k.T + mask) @ v with a positive scale.
+
+    A layout says how a tensor lies in memory: "aligned" (last stride 1, and every row starts at a multiple of 16 bytes
+    from the storage, as TMA and 16-byte loads need), "rows" (last stride 1) or "strided" (anything else). Dimensions of
+    size 1 have no stride that counts.
+    """
+
+    dtype: str  #: of q, k and v, e.g. "bfloat16"
+    batch: int
+    heads_q: int
+    heads_kv: int  #: divides heads_q: k and v are not repeated
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int  #: of q and k
+    head_dim_v: int
+    #: "none"; "top_left": key j is seen by query i if j <= i; "bottom_right": if j - seqlen_k <= i - seqlen_q
+    causal: str
+    #: "none", or dtype and shape with 1 where it is broadcast (size 1 or stride 0): "bool b1qk", "bool 11qk", "float bhqk"
+    mask: str
+    mask_layout: str  #: "none" without a mask
+    q_layout: str
+    k_layout: str
+    v_layout: str
+    needs_grad: bool
+    lse: bool = False  #: the log-sum-exp of every row is wanted too
+    window: tuple[int, int] | None = None  #: keys seen before and after the diagonal, -1 without a bound
+    varlen: bool = False  #: packed sequences with cu_seqlens on the device; batch and lengths are then upper bounds
+
+    @property
+    def group(self) -> int:
+        """q heads per kv head."""
+        return self.heads_q // self.heads_kv
+
+
+_MASKS = {
+    (kind, b, h, q): f"{kind} {'b' if b else '1'}{'h' if h else '1'}{'q' if q else '1'}k"
+    for kind in ("bool", "float")
+    for b in (False, True)
+    for h in (False, True)
+    for q in (False, True)
+}
+
+
+def read(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    causal: str = "none",
+    needs_grad: bool = False,
+    lse: bool = False,
+    seqlen_dim: int = 2,
+) -> AttentionFacts:
+    """The facts of a call. Metadata only: nothing is launched, copied or read.
+
+    Args:
+        q, k, v: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) with `seqlen_dim=1`.
+        mask: broadcastable to (batch, heads_q, seqlen_q, seqlen_k), of four dimensions and all of seqlen_k; boolean
+            (True: attend) or additive.
+        causal: as `AttentionFacts.causal`.
+
+    Raises:
+        Decline: ranks, shapes or dtypes that do not fit together.
+    """
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise Decline(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions, not 4")
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    batch, heads_q, seqlen_q, head_dim = q_shape
+    if seqlen_dim == 2:
+        batch_k, heads_kv, seqlen_k, head_dim_k = k_shape
+    else:
+        heads_q, seqlen_q = seqlen_q, heads_q
+        batch_k, seqlen_k, heads_kv, head_dim_k = k_shape
+    if k_shape[:3] != v_shape[:3]:
+        raise Decline(f"k is {tuple(k_shape)}, v {tuple(v_shape)}: they differ before the last dimension")
+    if batch_k != batch:
+        raise Decline(f"batch {batch} of q is not batch {batch_k} of k and v")
+    if head_dim_k != head_dim:
+        raise Decline(f"head_dim={head_dim} of q is not {head_dim_k} of k")
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise Decline(f"heads_q={heads_q} is no multiple of heads_kv={heads_kv}")
+    dtype = q.dtype
+    if k.dtype is not dtype or v.dtype is not dtype:
+        raise Decline(f"q is {_name(dtype)}, k {_name(k.dtype)}, v {_name(v.dtype)}")
+    mask_kind, mask_layout = "none", "none"
+    if mask is not None:
+        mask_kind = _mask(mask, (batch, heads_q, seqlen_q, seqlen_k))
+        mask_layout = layout(mask)
+    return AttentionFacts(
+        _name(dtype), batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, v_shape[3], causal,
+        mask_kind, mask_layout, layout(q), layout(k), layout(v), needs_grad, lse,
+    )  # fmt: skip
+
+
+def layout(tensor: torch.Tensor) -> str:
+    """ "aligned", "rows" or "strided", see `AttentionFacts`."""
+    strides = tensor.stride()
+    if strides[-1] != 1 and tensor.shape[-1] != 1:
+        return "strided"
+    unit = ALIGNMENT // tensor.element_size()  # a power of two: a sum of bits is aligned if every one is
+    offset = tensor.storage_offset()
+    if not (strides[0] | strides[1] | strides[2] | offset) % unit:
+        return "aligned"
+    for size, stride in zip(tensor.shape[:-1], strides[:-1], strict=True):
+        if size > 1:
+            offset |= stride
+    return "rows" if offset % unit else "aligned"
+
+
+def _mask(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> str:
+    if mask.dtype is torch.bool:
+        kind = "bool"
+    elif mask.dtype.is_floating_point:
+        kind = "float"
+    else:
+        raise Decline(f"the mask is {_name(mask.dtype)}, neither boolean nor additive")
+    if mask.dim() != 4:
+        raise Decline(f"the mask has {mask.dim()} dimensions, not 4")
+    sizes, strides = mask.shape, mask.stride()
+    if sizes[3] != shape[3] or any(size not in (1, full) for size, full in zip(sizes[:3], shape[:3], strict=True)):
+        raise Decline(f"the mask is {tuple(sizes)}, the scores are {shape}")
+    varies = [size > 1 and stride != 0 for size, stride in zip(sizes[:3], strides[:3], strict=True)]
+    return _MASKS[kind, varies[0], varies[1], varies[2]]
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype)[6:]

@@ -1,0 +1,42 @@
+"""What the adapters of scaled dot product attention share: the part of a call that every library passes alike."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from accel.outcome import Decline
+
+from . import checks
+
+_TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
+
+
+def call(dropout: float, scale: float | None) -> None:
+    """Decline dropout, scales that are no positive number, and a torch whose attention was replaced.
+
+    Context parallelism (torch's own), SageAttention and others put a function of their own in place of
+    `torch.nn.functional.scaled_dot_product_attention`; upstream calls it, and what it does is not known here.
+    """
+    if dropout:
+        raise Decline(f"dropout={dropout}")
+    if scale is not None:
+        if type(scale) is not float and type(scale) is not int:
+            raise Decline(f"the scale is a {type(scale).__name__}, not a number")
+        if not 0 < scale < float("inf"):
+            raise Decline(f"scale={scale} is not positive")
+    if functional.scaled_dot_product_attention is not _TORCH_SDPA:
+        raise Decline("torch.nn.functional.scaled_dot_product_attention was replaced by somebody else")
+
+
+def ambient(device: torch.device, dtype: torch.dtype) -> None:
+    """Decline an autocast that would change the dtype, and a torch that is told to use its math backend alone."""
+    cast = checks.autocast_dtype(device)
+    if cast is not None and cast != dtype:
+        raise Decline(f"autocast to {checks.dtype_name(cast)} is on, the tensors are {checks.dtype_name(dtype)}")
+    if device.type == "cuda" and not (
+        torch._C._get_flash_sdp_enabled()
+        or torch._C._get_mem_efficient_sdp_enabled()
+        or torch._C._get_cudnn_sdp_enabled()
+    ):
+        raise Decline("torch is told to use no attention backend but its math one")
