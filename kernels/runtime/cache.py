@@ -106,7 +106,7 @@ def discard(key: str, reason: str) -> None:
 
 
 def entries() -> list[Entry]:
-    """What the user's folder holds, unverified, oldest first. Raises CacheRefusedError if the folder must not be used."""
+    """What the user's folder holds, unverified, oldest first. Raises CacheRefusedError if it must not be used."""
     return _shared().entries()
 
 
@@ -148,7 +148,7 @@ class Store:
         self.pid = os.getpid()
 
     def check(self) -> bool:
-        """True if the folder is there and safe to use, False if it is not there yet; CacheRefusedError if it is not safe."""
+        """True if the folder is there and safe to use, False if it is not there yet; else CacheRefusedError."""
         return check_folder(self.root)
 
     def find(self, key: str) -> Path | None:
@@ -318,7 +318,7 @@ def _refuse_open_to_all(ancestor: Path) -> None:
 
 
 def _refuse_unless_own(place: Path) -> bool:
-    """True if `place` is a folder that only its owner, us, can write; False if it is missing; else CacheRefusedError."""
+    """True if `place` is a folder that only we can write; False if it is missing; else CacheRefusedError."""
     try:
         status = os.lstat(place)
     except FileNotFoundError:
