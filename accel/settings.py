@@ -13,7 +13,7 @@ from pathlib import Path
 
 PREFIX = "ACCEL_"
 LOG_LEVELS = ("debug", "info", "warning", "error", "off")
-COMPILE_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+COMPILE_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 
 @dataclass(frozen=True, slots=True)
