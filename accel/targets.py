@@ -33,20 +33,21 @@ class Target:
         return self.name.partition(".")[0]
 
 
-_GDN = ("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent")
-_KDA = ("fla.ops.kda.chunk", "fla.ops.kda.fused_recurrent")
+# FLA 0.5.2 fills its backend registries when the `backends` modules are imported, at the first dispatched call.
+_CHUNK_GDN = ("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.backends")
+_CHUNK_KDA = ("fla.ops.kda.chunk", "fla.ops.kda.backends")
 
 TARGETS: tuple[Target, ...] = (
-    Target("fla.gated_delta_rule", "gdn", "`chunk_gated_delta_rule`", "fla.gated_delta_rule", _GDN[:1]),
+    Target("fla.gated_delta_rule", "gdn", "`chunk_gated_delta_rule`", "fla.gated_delta_rule", _CHUNK_GDN),
     Target(
         "fla.fused_recurrent_gated_delta_rule",
         "gdn",
         "`fused_recurrent_gated_delta_rule`",
         "fla.gated_delta_rule",
-        _GDN[1:],
+        ("fla.ops.gated_delta_rule.fused_recurrent",),
     ),
-    Target("fla.kda", "kda", "`chunk_kda`", "fla.kda", _KDA[:1]),
-    Target("fla.fused_recurrent_kda", "kda", "`fused_recurrent_kda`", "fla.kda", _KDA[1:]),
+    Target("fla.kda", "kda", "`chunk_kda`", "fla.kda", _CHUNK_KDA),
+    Target("fla.fused_recurrent_kda", "kda", "`fused_recurrent_kda`", "fla.kda", ("fla.ops.kda.fused_recurrent",)),
     Target("fla.gated_mlp", "mlp", "`GatedMLP.forward`", "fla.gated_mlp", ("fla.modules.mlp",)),
     Target(
         "fla.cpu",
