@@ -27,6 +27,7 @@ class Adapter(Protocol):
 
     family: str  #: the kernel family, a folder under kernels/
     in_place: bool  #: arguments are written to (never run twice for verification)
+    # and optionally `upstream_cannot_run_on: Container[str]`, archs without an upstream to verify against
 
     def facts(self, *args: Any, **kwargs: Any) -> tuple[Hashable, torch.device]:
         """The family's facts and the device, from metadata alone. Raises Decline: call, then module, then tensors."""
@@ -111,9 +112,9 @@ def entry(
     *,
     own: Any,
 ) -> list[Rebinding]:
-    """The rebinding that serves a registry's entry. `label` names it in messages; `own` is the library's function for it.
+    """The rebinding that serves an entry of a registry, named by `label` in messages.
 
-    Raises LookupError where the entry is neither that nor ours: somebody chose another function on purpose.
+    Raises LookupError where it is neither ours nor `own`, the library's function for it: somebody chose another one.
     """
     current = read()
     call = wrapped_call(current, state)
@@ -235,7 +236,8 @@ class ServedCall:
     ) -> Any:
         if choice.kernel != "portable":
             decline_ambient()
-        if policy.verify and not self.adapter.in_place and verify.due(self, key):
+        comparable = not self.adapter.in_place and key[1] not in getattr(self.adapter, "upstream_cannot_run_on", ())
+        if policy.verify and comparable and verify.due(self, key):
             return verify.run_both(self, choice, key, args, kwargs)
         return self.adapter.run(choice, *args, **kwargs)
 
