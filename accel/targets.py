@@ -54,7 +54,7 @@ TARGETS: tuple[Target, ...] = (
         None,
         "FLA's other Triton ops, in plain torch, for CPU tensors",
         "fla.cpu",
-        ("fla.modules", "fla.layers", "fla.models"),
+        ("fla.modules", "fla.ops.attnres"),
         without_gpu=True,
     ),
     Target(
@@ -113,31 +113,40 @@ GROUPS = tuple(dict.fromkeys(target.group for target in TARGETS))
 ALIASES = tuple(dict.fromkeys(target.alias for target in TARGETS if target.alias))
 
 
+def names_of(names: str | Iterable[str]) -> list[str]:
+    """The names in a request: one string with commas, or an iterable of them.
+
+    Raises TypeError for anything but strings, and ValueError for a request that names nothing.
+    """
+    if isinstance(names, str):
+        names = names.split(",")
+    found = []
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"a target is named by a string, got {name!r}")
+        found += [part.strip() for part in name.split(",") if part.strip()]
+    if not found:
+        raise ValueError("no target named; leave `targets` out for every default, or call restore() to switch off")
+    return found
+
+
+def members(name: str) -> list[Target]:
+    """The targets that a name, group, alias or "all" stands for, in table order. Raises ValueError if it is unknown."""
+    found = [t for t in TARGETS if name in (t.name, t.alias) or (t.default and name in (t.group, "all"))]
+    if not found:
+        raise ValueError(
+            f"unknown target {name!r}. Targets: {', '.join(BY_NAME)}; "
+            f"groups: {', '.join(GROUPS)}, all; aliases: {', '.join(ALIASES)}"
+        )
+    return found
+
+
 def resolve(names: str | Iterable[str]) -> list[Target]:
     """Targets named by `names`: target names, groups, aliases, or "all" (every default), in table order.
 
     Raises TypeError for anything but strings and ValueError for an unknown or empty request, listing what is known.
     """
-    if isinstance(names, str):
-        names = names.split(",")
-    wanted: set[str] = set()
-    empty = True
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"a target is named by a string, got {name!r}")
-        name = name.strip()
-        if not name:
-            continue
-        empty = False
-        found = [t.name for t in TARGETS if name in (t.name, t.alias) or (t.default and name in (t.group, "all"))]
-        if not found:
-            raise ValueError(
-                f"unknown target {name!r}. Targets: {', '.join(BY_NAME)}; "
-                f"groups: {', '.join(GROUPS)}, all; aliases: {', '.join(ALIASES)}"
-            )
-        wanted.update(found)
-    if empty:
-        raise ValueError("no target named; leave `targets` out for every default, or call restore() to switch off")
+    wanted = {target.name for name in names_of(names) for target in members(name)}
     return [target for target in TARGETS if target.name in wanted]
 
 
@@ -149,9 +158,8 @@ class Installed:
     problem: str | None
 
 
-@cache
 def installed(group: str) -> Installed:
-    """Whether the library of `group` is installed in a supported version. Nothing is imported from it."""
+    """Whether the library of `group` is installed in a supported version, as sys.path is now. Imports nothing of it."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
@@ -184,13 +192,20 @@ def modules_of(target: Target) -> tuple[str, ...]:
     return target.modules + (_modeling_modules() if target.every_model else ())
 
 
-@cache
 def _modeling_modules() -> tuple[str, ...]:
     """transformers' modeling modules, read off the installed folder."""
-    spec = importlib.util.find_spec("transformers")
+    try:
+        spec = importlib.util.find_spec("transformers")
+    except (ImportError, ValueError):
+        return ()
     if spec is None or not spec.submodule_search_locations:
         return ()
-    root = Path(next(iter(spec.submodule_search_locations)), "models")
+    return _modeling_modules_in(next(iter(spec.submodule_search_locations)))
+
+
+@cache
+def _modeling_modules_in(folder: str) -> tuple[str, ...]:
     return tuple(
-        f"transformers.models.{path.parent.name}.{path.stem}" for path in sorted(root.glob("*/modeling_*.py"))
+        f"transformers.models.{path.parent.name}.{path.stem}"
+        for path in sorted(Path(folder, "models").glob("*/modeling_*.py"))
     )

@@ -34,6 +34,7 @@ class PortableAdapter:
     """The parts that do not depend on the function: what stands in while Dynamo traces."""
 
     in_place = False
+    upstream_cannot_run_on = (CPU,)  #: "0 active drivers"
     facts: Callable[..., Any]
     plan: Callable[..., Any]
     run: Callable[..., Any]

@@ -5,7 +5,7 @@ container or a variable of the user's is still FLA's object; its dispatcher asks
 and one of them is ours while a target is on. A call that came through our wrapper was decided there, so the backend
 steps aside and nothing is counted twice.
 
-FLA 0.6.0 keeps one registry per dispatched function and one per operation (`fla.backends`); 0.5.2 has one per operation,
+FLA 0.6.0 keeps a registry per dispatched function and one per operation (`fla.backends`); 0.5.2 has one per operation,
 filled at the first dispatched call (`fla.ops.backends`). With FLA_DISABLE_BACKEND_DISPATCH=1 the functions are not
 dispatched and there is nothing to register with.
 

@@ -4,8 +4,8 @@ Every holder is rebound by identity: modules under any name, and the closures in
 functions. References kept elsewhere reach `chunk_kda` through FLA's dispatch (`dispatch.py`).
 
 Not reached: references to `fused_recurrent_kda` kept in instances, partials or containers; `fused_recurrent_kda_fwd`
-with its paged state pool, updated in place (vLLM's decoding); whoever calls `ChunkKDAFunction.apply` directly; copies of
-FLA that other packages carry.
+with its paged state pool, updated in place (vLLM's decoding); whoever calls `ChunkKDAFunction.apply` directly; copies
+of FLA that other packages carry.
 """
 
 from __future__ import annotations
