@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -33,12 +34,14 @@ class TargetState:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.on = False
-        self.lock = threading.Lock()
+        self.insisted = False  #: named as itself, not by a group: on also where it is no default
+        self.lock = threading.RLock()  #: re-entrant: a signal handler may ask for status() while a call is counted
         self.served: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         self.rebindings: list[Rebinding] = []
         self.patched: dict[str, int] = {}  #: module name -> replacements made after its import
-        self.refused: str | None = None
+        self.refused: str | None = None  #: why it is off although it was asked for
+        self.failures: dict[str, str] = {}  #: module name -> why its adapter could not patch it
         self.left: list[str] = []  #: holders that somebody else patched over, as found by the last restore
         #: id(original) -> the one wrapper made for it. A wrapper keeps its original alive, so ids stay true.
         self.wrappers: dict[int, Callable[..., Any]] = {}
@@ -55,7 +58,9 @@ class TargetState:
             return f"refused: {self.refused}"
         if not self.on:
             return "off"
-        return "active" if self.rebindings else "pending import"
+        if self.rebindings:
+            return "active"
+        return f"refused: {next(iter(self.failures.values()))}" if self.failures else "pending import"
 
     def count_served(self, kernel: str) -> None:
         with self.lock:
@@ -85,3 +90,13 @@ class TargetState:
 
 
 STATES = {target.name: TargetState(target) for target in TARGETS}
+
+
+def _new_locks() -> None:
+    """In a forked child: a thread that held a lock does not exist there."""
+    for state in STATES.values():
+        state.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_locks)

@@ -7,7 +7,6 @@ of its modules is.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -160,6 +159,8 @@ class Installed:
 
 def installed(group: str) -> Installed:
     """Whether the library of `group` is installed in a supported version, as sys.path is now. Imports nothing of it."""
+    import importlib.metadata  # imports the email package: 15 ms
+
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
