@@ -1,0 +1,254 @@
+"""RMSNorm and gated RMSNorm: accel, upstream's own modules, and the memory floor.
+
+    python benchmarks/ops/norm.py --out benchmarks/results/h200/norm.jsonl
+    python benchmarks/ops/norm.py --sweep fwd|bwd      launch configurations side by side, nothing is written
+
+Upstream is transformers' LlamaRMSNorm and Qwen3NextRMSNormGated, unpatched. `fwd` runs without gradients; `fwd_bwd` is forward,
+then dx, dweight (and dgate). The floor is the bytes that must move over the bandwidth of a large copy in the same run:
+forward x and y (and the gate); backward x, dy, dx (and the gate twice).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from accel.kernels.norm import launch, rms_norm, rms_norm_gated
+from accel.kernels.norm.config import BwdConfig, FwdConfig
+from accel.kernels.norm.plan import NormConfigs, plan
+from accel.kernels.runtime import arch as archs
+from accel.kernels.runtime.compile import Kernel, function, source_digest
+from benchmarks.timing import Quantiles, Rows, clocks, copy_bandwidth, device_times, host_times, rotations
+
+EPS = 1e-6
+CASES = {
+    "rms_norm_8192x2048": (8192, 2048, False),
+    "rms_norm_8192x4096": (8192, 4096, False),
+    "rms_norm_8192x8192": (8192, 8192, False),
+    "rms_norm_gated_262144x128": (262144, 128, True),
+}
+
+
+@dataclasses.dataclass
+class Setup:
+    """Inputs of one case, rotated, and what each provider does with input i."""
+
+    x: list[torch.Tensor]
+    gate: list[torch.Tensor] | None
+    dy: list[torch.Tensor]
+    module: torch.nn.Module  #: upstream's, holding the weight
+    forward_bytes: int
+    backward_bytes: int
+
+    def upstream(self, i: int) -> torch.Tensor:
+        return self.module(self.x[i]) if self.gate is None else self.module(self.x[i], self.gate[i])
+
+    def accel(self, i: int) -> torch.Tensor:
+        if self.gate is None:
+            return rms_norm(self.x[i], self.module.weight, eps=EPS)
+        return rms_norm_gated(self.x[i], self.gate[i], self.module.weight, eps=EPS)
+
+    def without_grad(self, call: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
+        def run(i: int) -> torch.Tensor:
+            with torch.no_grad():
+                return call(i)
+
+        return run
+
+    def with_backward(self, call: Callable[[int], torch.Tensor]) -> Callable[[int], Any]:
+        def run(i: int) -> Any:
+            inputs = [self.x[i], self.module.weight] + ([] if self.gate is None else [self.gate[i]])
+            return torch.autograd.grad(call(i), inputs, self.dy[i])
+
+        return run
+
+
+def setup(rows: int, hidden: int, gated: bool, turns: int = 0) -> Setup:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    torch.manual_seed(0)
+    size = rows * hidden * 2
+    forward_bytes = size * (3 if gated else 2)
+    turns = turns or rotations(forward_bytes)
+
+    def tensors(grad: bool) -> list[torch.Tensor]:
+        made = [torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(turns)]
+        return [t.requires_grad_(grad) for t in made]
+
+    module = (Qwen3NextRMSNormGated if gated else LlamaRMSNorm)(hidden, eps=EPS).to("cuda", torch.bfloat16)
+    torch.nn.init.normal_(module.weight, 1.0, 0.1)
+    return Setup(
+        tensors(True),
+        tensors(True) if gated else None,
+        tensors(False),
+        module,
+        forward_bytes,
+        size * (5 if gated else 3),
+    )
+
+
+def measure(rows: Rows, case: str, bandwidth: float, rounds: int) -> None:
+    s = setup(*CASES[case])
+    turns = len(s.x)
+    for passed in ("fwd", "fwd_bwd"):
+        run = rows.run_id()
+        wrap = s.without_grad if passed == "fwd" else s.with_backward
+        times = device_times({"accel": wrap(s.accel), "upstream": wrap(s.upstream)}, turns, rounds=rounds)
+        moved = s.forward_bytes + (s.backward_bytes if passed == "fwd_bwd" else 0)
+        floor = moved / bandwidth * 1e3
+        times["floor"] = Quantiles(floor, floor, floor)
+        for provider, q in times.items():
+            rows.add(case, provider, passed, q, run)
+        a, u = times["accel"].p50, times["upstream"].p50
+        print(
+            f"{case:28} {passed:8} accel {a * 1e3:8.1f} us  upstream {u * 1e3:8.1f} us  floor {floor * 1e3:7.1f} us"
+            f"  {floor / a:6.1%} of floor  {u / a:5.2f}x",
+            flush=True,
+        )
+    del s
+    tiny = setup(8, CASES[case][1], CASES[case][2], turns=1)
+    run = rows.run_id()
+    times = host_times({"accel": lambda: tiny.accel(0), "upstream": lambda: tiny.upstream(0)})
+    for provider, q in times.items():
+        rows.add(case, provider, "host_us", q, run, metric="forward_with_grad", unit="us")
+    print(
+        f"{case:28} host     accel {times['accel'].p50:6.1f} us  upstream {times['upstream'].p50:6.1f} us", flush=True
+    )
+
+
+# --- Launch configurations side by side ----------------------------------------------------------------------------
+
+
+def sweep(direction: str, rounds: int) -> None:
+    arch = archs.cuda_arch(torch.cuda.current_device())
+    target = archs.compile_target(arch)
+    for case, (n, hidden, gated) in CASES.items():
+        s = setup(n, hidden, gated)
+        facts = launch.facts_of(
+            s.x[0],
+            s.module.weight,
+            None if s.gate is None else s.gate[0],
+            "cast_then_weight",
+            "silu" if gated else None,
+            True,
+        )
+        configs = plan(facts, arch).config
+        candidates = {}
+        for config in forward_candidates(configs) if direction == "fwd" else backward_candidates(configs, arch):
+            pair = NormConfigs(config, None) if direction == "fwd" else NormConfigs(configs.forward, config)
+            loaded = launch.Loaded(
+                function(Kernel("norm", "any_fwd", pair.forward), target),
+                function(Kernel("norm", "any_bwd", pair.backward), target) if pair.backward else None,
+                torch.bfloat16,
+                pair.backward,
+            )
+            candidates[label(config)] = _candidate(s, loaded, direction)
+        times = device_times(candidates, len(s.x), rounds=rounds)
+        chosen = label(configs.forward if direction == "fwd" else configs.backward)
+        for name, q in sorted(times.items(), key=lambda item: item[1].p50):
+            print(
+                f"{case:28} {direction} {q.p50 * 1e3:8.1f} us  {name}{'  <- plan' if name == chosen else ''}",
+                flush=True,
+            )
+
+
+def _candidate(s: Setup, loaded: launch.Loaded, direction: str) -> Callable[[int], Any]:
+    weight = s.module.weight.detach()
+
+    def forward(i: int) -> Any:
+        return launch.forward(loaded, 1, s.x[i].detach(), weight, None if s.gate is None else s.gate[i].detach(), EPS)
+
+    def backward(i: int) -> Any:
+        gate = None if s.gate is None else s.gate[i].detach()
+        return launch.backward(loaded, 1, s.x[i].detach(), weight, gate, s.dy[i], EPS)
+
+    return forward if direction == "fwd" else backward
+
+
+def label(config: FwdConfig | BwdConfig) -> str:
+    text = f"{config.threads_per_row} x {config.rows_per_cta} threads, {config.vectors_per_thread} vectors"
+    if isinstance(config, BwdConfig):
+        return f"{text}, {config.stages} stages, {config.ctas_per_sm} CTAs"
+    return f"{text}, min {config.min_ctas_per_sm} CTAs"
+
+
+def forward_candidates(configs: NormConfigs) -> Iterator[FwdConfig]:
+    base = configs.forward
+    yield base
+    seen = {base}
+    for tpr in (2, 4, 8, 16, 32, 64, 128, 256, 512):
+        if not 1 <= base.vectors / tpr <= 8:
+            continue
+        for threads in (64, 128, 256, 512):
+            if threads < tpr:
+                continue
+            config = dataclasses.replace(base, threads_per_row=tpr, rows_per_cta=threads // tpr)
+            if config not in seen:
+                seen.add(config)
+                yield config
+
+
+def backward_candidates(configs: NormConfigs, arch: str) -> Iterator[BwdConfig]:
+    base = configs.backward
+    yield base
+    seen = {base}
+    limits = archs.limits(arch)
+    for tpr in (2, 4, 8, 16, 32, 64, 128, 256, 512):
+        if not 2 <= base.vectors / tpr <= 4:
+            continue
+        for threads in (128, 256, 512):
+            for ctas in (1, 2, 3, 4):
+                for stages in (2, 3):
+                    if threads < tpr or ctas * threads > 1024:
+                        continue
+                    rows = threads // tpr
+                    config = dataclasses.replace(
+                        base, threads_per_row=tpr, rows_per_cta=rows, stages=stages, ctas_per_sm=ctas
+                    )
+                    budget = min(limits.smem_per_cta, limits.smem_per_sm // ctas - limits.smem_reserved)
+                    flight = ctas * config.ring_bytes * (stages - 1) // stages
+                    if config in seen or config.smem_bytes > budget or flight < 64 * 1024:
+                        continue
+                    seen.add(config)
+                    yield config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="result rows are replaced in this file")
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="default: all")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--sweep", choices=("fwd", "bwd"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is needed")
+    if args.sweep:
+        sweep(args.sweep, args.rounds)
+        return
+    import transformers
+
+    digest = source_digest("norm", "any_fwd")[:8] + source_digest("norm", "any_bwd")[:8]
+    rows = Rows("benchmarks/ops/norm.py", digest, f"transformers {transformers.__version__}")
+    bandwidth = copy_bandwidth()
+    print(
+        f"{rows.gpu}, torch {torch.__version__}, {rows.upstream}, copy {bandwidth / 1e12:.2f} TB/s, {clocks()}",
+        flush=True,
+    )
+    for case in args.case or CASES:
+        measure(rows, case, bandwidth, args.rounds)
+    print(clocks())
+    if args.out:
+        rows.write(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The norm kernels on a GPU against the fp64 oracle, within the accuracy rule, on outputs filled with NaN beforehand."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from accel.kernels.norm import portable, rms_norm, rms_norm_gated
+from accel.kernels.norm.cases import Case, Inputs, cases, make_inputs
+from accel.kernels.norm.reference import rms_norm_grads_ref, rms_norm_ref
+from accel.kernels.runtime import compile as runtime
+from accel.outcome import Decline
+
+pytestmark = pytest.mark.gpu
+
+NORM_RATIO, MAX_RATIO, FLOOR = 1.25, 2.0, 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    """Uninitialised memory is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def ours(case: Case, t: Inputs) -> torch.Tensor:
+    if t.gate is None:
+        return rms_norm(t.x, t.weight, eps=case.eps, form=case.form)
+    return rms_norm_gated(t.x, t.gate, t.weight, eps=case.eps, activation=case.activation, form=case.form)
+
+
+def theirs(case: Case, t: Inputs) -> torch.Tensor:
+    """Upstream's formula in plain torch: the same operations in the same order."""
+    if t.gate is None:
+        return portable.rms_norm(t.x, t.weight, case.eps, case.form)
+    return portable.rms_norm_gated(t.x, t.gate, t.weight, case.eps, case.activation, case.form)
+
+
+def grads(y: torch.Tensor, t: Inputs) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(y, [t.x, t.weight, *(() if t.gate is None else (t.gate,))], t.dy))
+
+
+def check(what: str, got: torch.Tensor, upstream: torch.Tensor, oracle: torch.Tensor) -> None:
+    assert got.dtype == upstream.dtype and got.shape == upstream.shape, what
+    finite = torch.isfinite(upstream)
+    assert torch.isfinite(got[finite]).all(), f"{what}: not finite where upstream is"
+    both = finite & torch.isfinite(oracle)
+    g, u, o = (torch.where(both, t.double(), 0.0) for t in (got, upstream, oracle))
+    scale = o.norm().item() or 1.0
+    error, limit = (g - o).norm().item() / scale, NORM_RATIO * (u - o).norm().item() / scale
+    assert error <= max(limit, FLOOR), f"{what}: error {error:.3e} > {limit:.3e}"
+    peak = o.abs().max().item() if o.numel() else 0.0
+    worst, allowed = (g - o).abs().max().item(), MAX_RATIO * (u - o).abs().max().item()
+    assert worst <= max(allowed, FLOOR * peak), f"{what}: worst {worst:.3e} > {allowed:.3e} (peak {peak:.3e})"
+
+
+def run(case: Case, seed: int = 0) -> None:
+    t = make_inputs(case, "cuda", seed)
+    y, y_up = ours(case, t), theirs(case, t)
+    gate = None if t.gate is None else t.gate.detach()
+    oracle = rms_norm_ref(t.x.detach(), t.weight.detach(), case.eps, case.form, gate, case.activation)
+    check(f"{case.name} y", y, y_up, oracle)
+    expected = rms_norm_grads_ref(t.x, t.weight, t.dy, case.eps, case.form, t.gate, case.activation)
+    for name, got, up, ref in zip(("dx", "dweight", "dgate"), grads(y, t), grads(y_up, t), expected, strict=False):
+        check(f"{case.name} {name}", got, up, ref)
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_case(case: Case) -> None:
+    run(case)
+
+
+def test_random_sweep() -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for i in range(40):
+        dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32))
+        form = draw.choice(("cast_then_weight", "weight_in_fp32", "zero_centred"))
+        activation = None if form == "zero_centred" else draw.choice((None, "silu", "sigmoid"))
+        hidden = 8 * draw.choice((8, 9, 16, 31, 32, 100, 128, 256, 333, 512, 1024, 1280))
+        rows = draw.choice(((1,), (5,), (133,), (700,), (3, 17), (2, 9, 4), (1, 50, 1, 3)))
+        layouts = ("contiguous", "rows", "misaligned") + (("heads",) if len(rows) > 1 else ())
+        weight_dtype = draw.choice((dtype, torch.float32))
+        layout = draw.choice(layouts)
+        run(Case(f"sweep{i}", rows, hidden, dtype, weight_dtype, form, activation, layout), seed + i)
+
+
+@pytest.mark.parametrize("gated", (False, True))
+def test_no_rows(gated: bool) -> None:
+    x = torch.empty(0, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gate = torch.empty_like(x, requires_grad=True)
+    weight = torch.ones(128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = rms_norm_gated(x, gate, weight, eps=1e-6) if gated else rms_norm(x, weight, eps=1e-6)
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad.shape == x.shape and not weight.grad.any()
+
+
+def test_only_some_gradients() -> None:
+    case = Case("frozen", (65,), 1024, torch.bfloat16, torch.bfloat16, "cast_then_weight")
+    t = make_inputs(case, "cuda")
+    frozen = replace(t, weight=t.weight.detach())
+    got = torch.autograd.grad(ours(case, frozen), [t.x], t.dy)[0]
+    assert torch.equal(got, torch.autograd.grad(ours(case, t), [t.x], t.dy)[0])
+
+
+def test_expanded_gradient_is_copied() -> None:
+    case = Case("sum", (65,), 1024, torch.bfloat16, torch.bfloat16, "cast_then_weight")
+    t = make_inputs(case, "cuda")
+    got = torch.autograd.grad(ours(case, t).sum(), [t.x, t.weight])
+    want = torch.autograd.grad(ours(case, t), [t.x, t.weight], torch.ones_like(t.dy))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_deterministic() -> None:
+    case = Case("repeat", (4099,), 512, torch.bfloat16, torch.bfloat16, "zero_centred")
+    t = make_inputs(case, "cuda")
+    first = grads(ours(case, t), t)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, grads(ours(case, t), t), strict=True))
+
+
+def test_gradient_of_the_gradient() -> None:
+    case = Case("twice", (9,), 64, torch.float32, torch.float32, "weight_in_fp32", "silu")
+    t = make_inputs(case, "cuda")
+    results = []
+    for call in (ours, theirs):
+        dx = torch.autograd.grad(call(case, t), [t.x], t.dy, create_graph=True)[0]
+        results.append(torch.autograd.grad(dx.square().sum(), [t.x, t.weight, t.gate]))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_threads_and_side_streams() -> None:
+    case = Case("threads", (513,), 2048, torch.bfloat16, torch.bfloat16, "cast_then_weight")
+    t = make_inputs(case, "cuda")
+    want = [ours(case, t).detach(), *grads(ours(case, t), t)]
+    torch.cuda.synchronize()
+    failures: list[str] = []
+
+    def work(i: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                y = ours(case, t)
+                got = [y.detach(), *grads(y, t)]
+                stream.synchronize()
+                if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+                    failures.append(f"thread {i}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("gated", (False, True))
+def test_graph_capture_and_replay(gated: bool) -> None:
+    form = "cast_then_weight"
+    case = Case("graph", (129,), 1024, torch.bfloat16, torch.bfloat16, form, "silu" if gated else None)
+    t = make_inputs(case, "cuda")
+    ours(case, t)  # loads the forward and the backward; only the forward is launched before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ours(case, t)
+        captured = grads(y, t)
+    with torch.no_grad():
+        t.x.copy_(torch.randn_like(t.x))
+    graph.replay()
+    fresh = ours(case, t)
+    assert torch.equal(y, fresh)
+    assert all(torch.equal(a, b) for a, b in zip(captured, grads(fresh, t), strict=True))
+
+
+def test_declines_during_capture_when_not_loaded() -> None:
+    x = torch.randn(5, 1384, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(1384, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    kernels = len(runtime._functions)
+    with torch.cuda.graph(graph):
+        held = x * 2
+        with pytest.raises(Decline, match="not loaded during graph capture"):
+            rms_norm(x, weight, eps=1e-6)
+    assert held.shape == x.shape and len(runtime._functions) == kernels
+
+
+def test_more_than_2_31_elements() -> None:
+    rows, hidden = 2**31 // 128 + 77, 128
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    got = rms_norm(x, weight, eps=1e-6)[-1000:]
+    assert torch.equal(got, rms_norm(x[-1000:], weight, eps=1e-6))
+
+
+@pytest.mark.parametrize("gated", (False, True))
+def test_compiled_callers(gated: bool) -> None:
+    form = "cast_then_weight"
+    case = Case("compiled", (4, 33), 512, torch.bfloat16, torch.bfloat16, form, "silu" if gated else None)
+    t = make_inputs(case, "cuda")
+    y = torch.compile(lambda t: ours(case, t), fullgraph=True)(t)
+    want = ours(case, t)
+    assert torch.equal(y, want)
+    assert all(torch.equal(a, b) for a, b in zip(grads(y, t), grads(want, t), strict=True))
+
+
+def test_last_bits_agree_with_upstream() -> None:
+    """The rounding points are upstream's: at most a few elements in a million differ, through the order of the sum."""
+    for form in ("cast_then_weight", "weight_in_fp32", "zero_centred"):
+        case = Case("bits", (1024,), 4096, torch.bfloat16, torch.bfloat16, form)
+        t = make_inputs(case, "cuda")
+        different = (ours(case, t) != theirs(case, t)).float().mean().item()
+        assert different < 1e-3, f"{form}: {different:.2%} of the elements differ"

@@ -1,0 +1,1 @@
+"""Kernel runtime: which target a device needs, compiling and loading kernels, small launch helpers."""
