@@ -1,4 +1,4 @@
-"""`accel build --arch sm_90a [family ...]`: compile kernels into the cache ahead of time, on a machine without a GPU too.
+"""`accel build --arch sm_90a [family ...]`: compile kernels into the cache ahead of time; no GPU is needed.
 
 A family says what there is to compile: kernels/<family>/launch.py offers `builds(target)`, pairs of a readable name and
 a callable that compiles that kernel for the compile target through the runtime, which fills the cache.
@@ -63,6 +63,7 @@ def build(
     if problem is not None:
         raise RuntimeError(problem)
     report = BuildReport(target, cache.folder())
+    private = cache.fallback()
     before = {(entry.key, entry.written) for entry in cache.entries()}
     begin = time.monotonic()
     wanted: list[tuple[str, Callable[[], object]]] = []
@@ -80,7 +81,7 @@ def build(
             report.failed[name] = _line(error)
         else:
             report.built.append(name)
-        if cache.fallback() is not None:
+        if cache.fallback() != private:
             raise RuntimeError(
                 f"{cache.folder()} could not be written; {len(report.built)} of {len(wanted)} were built"
             )

@@ -376,9 +376,10 @@ def command(arguments: argparse.Namespace) -> int:
         return 2
     for certificate in made:
         verdict = "[green]certified[/]" if certificate.failure is None else "[red]failed[/]"
+        worst = f"{certificate.worst_error:.2f}x ({escape(certificate.worst_error_at)})"
         console.print(
             f"{certificate.family}.{certificate.kernel} on {certificate.arch}: {verdict}, "
-            f"{len(certificate.cases)} cases, worst {certificate.worst_error:.2f}x, {escape(certificate.worst_error_at)}"
+            f"{len(certificate.cases)} cases, worst {worst}"
         )
     for path in certificates.write(made, folder=arguments.into):
         console.print(f"written to {escape(str(path))}", soft_wrap=True)
