@@ -1,11 +1,60 @@
-"""accel: one line turns the model you already have into a fast one."""
+"""accel: one line turns the model you already have into a fast one.
+
+    import accel
+    accel.accelerate()
+
+What is exported is imported on first use: `import accel` alone costs a millisecond or two, and no torch.
+"""
 
 from __future__ import annotations
 
 import importlib.machinery as _machinery
-import importlib.util as _util
 import os as _os
 import sys as _sys
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from .activation import Report as Report
+    from .activation import accelerate as accelerate
+    from .activation import accelerated as accelerated
+    from .activation import is_accelerated as is_accelerated
+    from .activation import restore as restore
+    from .outcome import Choice as Choice
+    from .outcome import Declined as Declined
+    from .report import TargetStatus as TargetStatus
+    from .report import explain as explain
+    from .report import status as status
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Choice": "outcome",
+    "Declined": "outcome",
+    "Report": "activation",
+    "TargetStatus": "report",
+    "accelerate": "activation",
+    "accelerated": "activation",
+    "explain": "report",
+    "is_accelerated": "activation",
+    "restore": "activation",
+    "status": "report",
+}
+__all__ = [*_EXPORTS]  # noqa: PLE0604 - the table above is the list
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value: object = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})
 
 
 def _bind_source_layout() -> None:
@@ -18,27 +67,10 @@ def _bind_source_layout() -> None:
             continue
         spec = _machinery.ModuleSpec(full, None, is_package=True)
         spec.submodule_search_locations = [beside]
-        module = _util.module_from_spec(spec)
+        module = _ModuleType(full)
+        module.__spec__, module.__path__, module.__package__ = spec, [beside], full
         _sys.modules[full] = module
         globals()[name] = module
 
 
 _bind_source_layout()
-
-from .activation import Report, accelerate, accelerated, is_accelerated, restore  # noqa: E402 - after the binding
-from .outcome import Choice, Declined  # noqa: E402
-from .report import TargetStatus, explain, status  # noqa: E402
-
-__version__ = "0.1.0"
-__all__ = [
-    "Choice",
-    "Declined",
-    "Report",
-    "TargetStatus",
-    "accelerate",
-    "accelerated",
-    "explain",
-    "is_accelerated",
-    "restore",
-    "status",
-]
