@@ -1,9 +1,14 @@
-"""What the project's tests, benchmarks and `accel certify` share: the accuracy rule."""
+"""What the project's tests, benchmarks and `accel certify` share: the accuracy rule, and snapshots of the upstreams."""
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +77,116 @@ def accuracy(ours: Tensor, theirs: Tensor, oracle: Tensor) -> Accuracy:
         _over(largest_theirs, top),
         largest_ratio,
     )
+
+
+#: What is looked into for the objects of the upstream libraries.
+UPSTREAMS = ("fla", "transformers", "diffusers", "transformers_modules")
+_ATOMS = (str, bytes, int, float, bool, type(None), Tensor, ModuleType)
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Every callable of the upstream libraries by the path that leads to it, and every entry of their registries."""
+
+    objects: dict[str, Any] = field(default_factory=dict)
+
+    def changed(self, later: Snapshot) -> list[str]:
+        """Paths whose object is another one in `later`, or gone, and paths that lead to ours only there; sorted."""
+        lines = [
+            f"{path}: {_describe(known)} is now {_describe(later.objects.get(path, 'gone'))}"
+            for path, known in self.objects.items()
+            if not _same(later.objects.get(path), known)
+        ]
+        lines += [
+            f"{path}: {_describe(new)} was added"
+            for path, new in later.objects.items()
+            if path not in self.objects and _is_ours(new)
+        ]
+        return sorted(lines)
+
+
+def snapshot(prefixes: tuple[str, ...] = UPSTREAMS) -> Snapshot:
+    """The objects that a patch of any kind would replace, as they are now, for a comparison by identity.
+
+    Covers module attributes, class attributes (static and class methods as stored), the closure cells of both and of
+    what they wrap, and entries of dictionaries, lists and instances held by modules and classes, three levels deep.
+    Nothing is imported, and no attribute is looked up that is not in a `__dict__`.
+    """
+    taken = Snapshot()
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] in prefixes:
+            for attribute, value in list(vars(module).items()):
+                if not (attribute.startswith("__") and attribute.endswith("__")):
+                    taken.objects.update(_walk(f"{name}.{attribute}", value, prefixes, 3, name))
+    return taken
+
+
+def _walk(path: str, value: Any, prefixes: tuple[str, ...], depth: int, module: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _ATOMS):
+        return
+    if callable(value) or isinstance(value, (staticmethod, classmethod, property)):
+        yield path, value
+    if depth == 0:
+        return
+    if isinstance(value, type):
+        # a class is looked into where it is defined, not where it was imported to
+        if value.__module__ == module:
+            for name, held in list(vars(value).items()):
+                if name not in ("__dict__", "__weakref__", "__doc__", "__module__"):
+                    yield from _walk(f"{path}.{name}", held, prefixes, depth - 1, module)
+    elif isinstance(value, (FunctionType, staticmethod, classmethod, functools.partial)):
+        yield from _cells(path, value)
+    elif isinstance(value, dict):
+        for key, held in list(dict.items(value)):  # a lazy mapping loads models in its own items()
+            if isinstance(key, (str, int, type, FunctionType)):
+                label = key if isinstance(key, (str, int)) else f"{key.__module__}.{key.__qualname__}"
+                yield from _entry(f"{path}[{label!r}]", held, prefixes, depth, module)
+    elif isinstance(value, (list, tuple)):
+        for index, held in enumerate(value):
+            yield from _entry(f"{path}[{index}]", held, prefixes, depth, module)
+    elif type(value).__module__.partition(".")[0] in prefixes and hasattr(value, "__dict__"):
+        for name, held in list(vars(value).items()):
+            yield from _walk(f"{path}.{name}", held, prefixes, depth - 1, module)
+
+
+def _entry(path: str, value: Any, prefixes: tuple[str, ...], depth: int, module: str) -> Iterator[tuple[str, Any]]:
+    """An entry of a container: the object itself, whatever it is, and what is inside."""
+    if not isinstance(value, _ATOMS):
+        yield path, value
+    yield from _walk(path, value, prefixes, depth - 1, module)
+
+
+def _cells(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The callables in the closure of a function, of a function inside a descriptor, and of what they wrap."""
+    level = 0
+    while value is not None:
+        function = getattr(value, "__func__", None) or getattr(value, "func", None) or value
+        if isinstance(function, FunctionType):
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                try:
+                    held = cell.cell_contents
+                except ValueError:  # an empty cell
+                    continue
+                if callable(held):
+                    yield f"{path}<closure {level}>.{name}", held
+        value, level = getattr(function, "__wrapped__", None), level + 1
+
+
+def _same(now: Any, before: Any) -> bool:
+    # A bound method is made anew by each look-up; what counts is what it binds.
+    if isinstance(before, (MethodType, BuiltinMethodType)):
+        return bool(now == before)
+    return now is before
+
+
+def _is_ours(value: Any) -> bool:
+    if hasattr(value, "__dict__") and "__accel__" in vars(value):
+        return True
+    return any(str(getattr(owner, "__module__", "")).partition(".")[0] == "accel" for owner in (value, type(value)))
+
+
+def _describe(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value)[:60])} at {id(value):#x}"
 
 
 def _differences(x: Tensor, oracle: Tensor, known: Tensor) -> tuple[float, float]:
