@@ -42,6 +42,10 @@ class Adapter(Protocol):
         """Stands in for the call while torch.compile traces; must be traceable itself."""
 
 
+_TRACING = Declined("torch.jit is tracing")
+_QUARANTINED = Declined("quarantined: an earlier call of this configuration failed; see the log")
+
+
 class _Deciding(threading.local):
     """Families for which a wrapper further out has already declined the call that is being made."""
 
@@ -159,16 +163,20 @@ class ServedCall:
 
     def __init__(self, original: Callable[..., Any], adapter: Adapter, state: TargetState) -> None:
         self.original, self.adapter, self.state = original, adapter, state
+        self.family = adapter.family
+        self._alone = frozenset((adapter.family,))
         self.plans: dict[tuple[Hashable, str], Choice | Declined] = {}
-        #: The route each configuration took last outside a backward pass. A recomputation takes it again, whatever
-        #: restore, quarantine or verification changed meanwhile.
-        self.routes: dict[tuple[Hashable, str], Choice | Declined] = {}
         self.quarantined: dict[tuple[Hashable, str], str] = {}
+        #: Quarantined configurations that have gone upstream since, outside a backward pass. A recomputation takes the
+        #: route its forward took: ours until then, whatever restore, quarantine or verification changed meanwhile.
+        self.rerouted: dict[tuple[Hashable, str], Declined] = {}
 
     def decide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], arch: str | None = None
     ) -> tuple[Choice | Declined, tuple[Hashable, str] | None]:
         """The decision, from metadata alone, and the configuration it holds for (None: declined before a plan)."""
+        if torch._C._get_tracing_state() is not None:  # sizes are tensors there, and reading them is recorded
+            return _TRACING, None
         try:
             facts, device = self.adapter.facts(*args, **kwargs)
         except Decline as decline:
@@ -187,12 +195,12 @@ class ServedCall:
         return decision, key
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if decided(self.adapter.family):
+        if self.family in _deciding.families:
             return self.original(*args, **kwargs)
         decision, key = self.decide(args, kwargs)
-        if key is not None:
+        if type(decision) is Choice and key is not None:
             decision = self._route(decision, key)
-        if isinstance(decision, Choice) and key is not None:
+        if type(decision) is Choice and key is not None:
             try:
                 result = self._run(decision, key, args, kwargs)
             except Decline as decline:
@@ -212,7 +220,7 @@ class ServedCall:
     def upstream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original, with our other wrappers of the same family on its way told that this call is decided."""
         families = _deciding.families
-        _deciding.families = families | {self.adapter.family}
+        _deciding.families = families | self._alone if families else self._alone
         try:
             return self.original(*args, **kwargs)
         finally:
@@ -223,17 +231,16 @@ class ServedCall:
         self.quarantined[key] = why
         self.state.log_once(logging.ERROR, f"quarantined {key[0]} on {key[1]}: {why}")
 
-    def _route(self, decision: Choice | Declined, key: tuple[Hashable, str]) -> Choice | Declined:
+    def _route(self, choice: Choice, key: tuple[Hashable, str]) -> Choice | Declined:
+        if not self.quarantined:
+            return choice
         if recomputing():
-            return self.routes.get(key, decision)
-        if key in self.quarantined:
-            decision = Declined("quarantined: an earlier call of this configuration failed; see the log")
-        _remember(self.routes, key, decision)
-        return decision
+            return self.rerouted.get(key, choice)
+        if key not in self.quarantined:
+            return choice
+        return self.rerouted.setdefault(key, _QUARANTINED)
 
-    def _run(
-        self, choice: Choice, key: tuple[Hashable, str], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, choice: Choice, key: tuple[Hashable, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if choice.kernel != "portable":
             decline_ambient()
         comparable = not self.adapter.in_place and key[1] not in getattr(self.adapter, "upstream_cannot_run_on", ())
@@ -244,8 +251,6 @@ class ServedCall:
 
 def decline_ambient() -> None:
     """Raise Decline where a direct kernel launch would escape what is watching the operators."""
-    if torch._C._get_tracing_state() is not None:
-        raise Decline("torch.jit is tracing")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise Decline("inside a functorch transform (vmap, grad, ...)")
     if torch._C._len_torch_dispatch_stack() > 0:

@@ -68,10 +68,11 @@ class TargetState:
 
     def count_declined(self, reason: str) -> None:
         with self.lock:
-            # A reason may carry sizes; a long-running server must not collect them without end.
-            if reason not in self.declined and len(self.declined) >= 256:
-                reason = "other reasons"
             first = reason not in self.declined
+            # A reason may carry sizes; a long-running server must not collect them without end.
+            if first and len(self.declined) >= 256:
+                reason = "other reasons"
+                first = reason not in self.declined
             self.declined[reason] += 1
         if first:
             log.info("accel: %s declined: %s", self.name, reason)

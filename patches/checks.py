@@ -1,4 +1,4 @@
-"""Checks that every adapter makes of the tensors and modules it is handed. Each raises Decline with a one-line reason."""
+"""Checks that every adapter makes of the tensors it is handed. Each raises Decline with a one-line reason."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from accel.outcome import Decline
 
 #: Types whose storage a kernel may read. Everything else (DTensor, nested, quantised, functorch's, ...) goes upstream.
 PLAIN: set[type] = {torch.Tensor, nn.Parameter}
+_STRIDED = torch.strided
 
 
 def unknown_keywords(unknown: dict[str, Any]) -> None:
@@ -30,11 +31,11 @@ def plain(**tensors: torch.Tensor | None) -> torch.device:
             continue
         if type(tensor) not in PLAIN:
             raise Decline(f"{name} is a {type(tensor).__name__}, not a plain tensor")
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not _STRIDED:
             raise Decline(f"{name} has layout {tensor.layout}")
         if device is None:
             device = tensor.device
-            if device.type not in ("cuda", "cpu"):
+            if not (tensor.is_cuda or tensor.is_cpu):
                 raise Decline(f"{name} is on device {device.type}")
         elif tensor.device != device:
             raise Decline(f"{name} is on {tensor.device}, other tensors on {device}")
@@ -45,7 +46,11 @@ def plain(**tensors: torch.Tensor | None) -> torch.device:
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd will ask for a gradient of any of these."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -56,3 +61,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" for torch.bfloat16: facts hold strings."""
     return str(dtype)[6:]
+
+
+def not_on_cpu(device: torch.device) -> None:
+    """Decline CPU tensors, for an operation that upstream's own code does as fast there."""
+    if device.type == "cpu":
+        raise Decline("CPU tensors: upstream's own code is as fast on a CPU")
