@@ -29,12 +29,13 @@ def call(dropout: float, scale: float | None) -> None:
         raise Decline("torch.nn.functional.scaled_dot_product_attention was replaced by somebody else")
 
 
-def ambient(device: torch.device, dtype: torch.dtype) -> None:
+def ambient(query: torch.Tensor) -> None:
     """Decline an autocast that would change the dtype, and a torch that is told to use its math backend alone."""
-    cast = checks.autocast_dtype(device)
-    if cast is not None and cast != dtype:
-        raise Decline(f"autocast to {checks.dtype_name(cast)} is on, the tensors are {checks.dtype_name(dtype)}")
-    if device.type == "cuda" and not (
+    kind = "cuda" if query.is_cuda else "cpu"
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != query.dtype:
+        cast = checks.dtype_name(torch.get_autocast_dtype(kind))
+        raise Decline(f"autocast to {cast} is on, the tensors are {checks.dtype_name(query.dtype)}")
+    if query.is_cuda and not (
         torch._C._get_flash_sdp_enabled()
         or torch._C._get_mem_efficient_sdp_enabled()
         or torch._C._get_cudnn_sdp_enabled()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -32,7 +32,7 @@ class AttentionFacts:
     head_dim_v: int
     #: "none"; "top_left": key j is seen by query i if j <= i; "bottom_right": if j - seqlen_k <= i - seqlen_q
     causal: str
-    #: "none", or dtype and shape with 1 where it is broadcast (size 1 or stride 0): "bool b1qk", "bool 11qk", "float bhqk"
+    #: "none", or its kind and shape, with 1 where it is broadcast (size 1 or stride 0): "bool b1qk", "bool 11qk", ...
     mask: str
     mask_layout: str  #: "none" without a mask
     q_layout: str
@@ -48,6 +48,9 @@ class AttentionFacts:
         """q heads per kv head."""
         return self.heads_q // self.heads_kv
 
+
+#: Making a frozen object of this size takes 2.5 us, finding the one made before 0.5 us, and comparing it none.
+_facts = lru_cache(maxsize=4096)(AttentionFacts)
 
 _MASKS = {
     (kind, b, h, q): f"{kind} {'b' if b else '1'}{'h' if h else '1'}{'q' if q else '1'}k"
@@ -68,28 +71,32 @@ def read(
     needs_grad: bool = False,
     lse: bool = False,
     seqlen_dim: int = 2,
+    seqlen_k: int | None = None,
+    key_mask: bool = False,
 ) -> AttentionFacts:
     """The facts of a call. Metadata only: nothing is launched, copied or read.
 
     Args:
         q, k, v: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) with `seqlen_dim=1`.
         mask: broadcastable to (batch, heads_q, seqlen_q, seqlen_k), of four dimensions and all of seqlen_k; boolean
-            (True: attend) or additive.
+            (True: attend) or additive. With `key_mask` it is (batch, seqlen_k).
         causal: as `AttentionFacts.causal`.
+        seqlen_k: how many of the keys count, from the first; all by default.
 
     Raises:
         Decline: ranks, shapes or dtypes that do not fit together.
     """
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise Decline(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions, not 4")
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != 4 or len(k_shape) != 4 or len(v_shape) != 4:
+        raise Decline(f"q, k, v have {len(q_shape)}, {len(k_shape)}, {len(v_shape)} dimensions, not 4")
     batch, heads_q, seqlen_q, head_dim = q_shape
-    if seqlen_dim == 2:
-        batch_k, heads_kv, seqlen_k, head_dim_k = k_shape
-    else:
+    batch_k, heads_kv, keys, head_dim_k = k_shape
+    batch_v, heads_v, values, head_dim_v = v_shape
+    if seqlen_dim == 1:
         heads_q, seqlen_q = seqlen_q, heads_q
-        batch_k, seqlen_k, heads_kv, head_dim_k = k_shape
-    if k_shape[:3] != v_shape[:3]:
+        heads_kv, keys = keys, heads_kv
+        heads_v, values = values, heads_v
+    if batch_v != batch_k or heads_v != heads_kv or values != keys:
         raise Decline(f"k is {tuple(k_shape)}, v {tuple(v_shape)}: they differ before the last dimension")
     if batch_k != batch:
         raise Decline(f"batch {batch} of q is not batch {batch_k} of k and v")
@@ -102,12 +109,26 @@ def read(
         raise Decline(f"q is {_name(dtype)}, k {_name(k.dtype)}, v {_name(v.dtype)}")
     mask_kind, mask_layout = "none", "none"
     if mask is not None:
-        mask_kind = _mask(mask, (batch, heads_q, seqlen_q, seqlen_k))
+        mask_kind = _mask(mask, (batch, heads_q, seqlen_q, keys), key_mask)
         mask_layout = layout(mask)
-    return AttentionFacts(
-        _name(dtype), batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, v_shape[3], causal,
-        mask_kind, mask_layout, layout(q), layout(k), layout(v), needs_grad, lse,
-    )  # fmt: skip
+    return _facts(
+        _name(dtype),
+        batch,
+        heads_q,
+        heads_kv,
+        seqlen_q,
+        keys if seqlen_k is None else seqlen_k,
+        head_dim,
+        head_dim_v,
+        causal,
+        mask_kind,
+        mask_layout,
+        layout(q),
+        layout(k),
+        layout(v),
+        needs_grad,
+        lse,
+    )
 
 
 def layout(tensor: torch.Tensor) -> str:
@@ -117,7 +138,7 @@ def layout(tensor: torch.Tensor) -> str:
         return "strided"
     unit = ALIGNMENT // tensor.element_size()  # a power of two: a sum of bits is aligned if every one is
     offset = tensor.storage_offset()
-    if not (strides[0] | strides[1] | strides[2] | offset) % unit:
+    if len(strides) == 4 and not (strides[0] | strides[1] | strides[2] | offset) % unit:  # nearly always
         return "aligned"
     for size, stride in zip(tensor.shape[:-1], strides[:-1], strict=True):
         if size > 1:
@@ -125,20 +146,24 @@ def layout(tensor: torch.Tensor) -> str:
     return "rows" if offset % unit else "aligned"
 
 
-def _mask(mask: torch.Tensor, shape: tuple[int, int, int, int]) -> str:
+def _mask(mask: torch.Tensor, shape: tuple[int, int, int, int], key_mask: bool) -> str:
     if mask.dtype is torch.bool:
         kind = "bool"
     elif mask.dtype.is_floating_point:
         kind = "float"
     else:
         raise Decline(f"the mask is {_name(mask.dtype)}, neither boolean nor additive")
+    if key_mask:
+        if mask.shape != (shape[0], shape[3]):
+            raise Decline(f"the key mask is {tuple(mask.shape)}, the keys are {(shape[0], shape[3])}")
+        return _MASKS[kind, shape[0] > 1 and mask.stride(0) != 0, False, False]
     if mask.dim() != 4:
         raise Decline(f"the mask has {mask.dim()} dimensions, not 4")
-    sizes, strides = mask.shape, mask.stride()
-    if sizes[3] != shape[3] or any(size not in (1, full) for size, full in zip(sizes[:3], shape[:3], strict=True)):
-        raise Decline(f"the mask is {tuple(sizes)}, the scores are {shape}")
-    varies = [size > 1 and stride != 0 for size, stride in zip(sizes[:3], strides[:3], strict=True)]
-    return _MASKS[kind, varies[0], varies[1], varies[2]]
+    b, h, q, k = mask.shape
+    if k != shape[3] or (b != 1 and b != shape[0]) or (h != 1 and h != shape[1]) or (q != 1 and q != shape[2]):
+        raise Decline(f"the mask is {tuple(mask.shape)}, the scores are {shape}")
+    strides = mask.stride()
+    return _MASKS[kind, b > 1 and strides[0] != 0, h > 1 and strides[1] != 0, q > 1 and strides[2] != 0]
 
 
 @cache

@@ -55,14 +55,18 @@ class Native:
             raise Decline("the attention is spread over ranks by a parallel configuration")
         if attn_mask is not None and is_causal:
             raise Decline("is_causal and a mask are given")
+        if type(is_causal) is not bool:
+            raise Decline(f"is_causal is a {type(is_causal).__name__}, not a bool")
         sdpa.call(dropout_p, scale)
         device = checks.plain(query=query, key=key, value=value, attn_mask=attn_mask)
-        sdpa.ambient(device, query.dtype)
-        if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
-            attn_mask = attn_mask[:, None, None]
+        sdpa.ambient(query)
+        # Of any other shape, upstream hands a mask of two dimensions to torch as one of (seqlen_q, seqlen_k).
+        key_mask = attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1])
         needs_grad = checks.needs_grad(query, key, value, attn_mask)
         causal = "top_left" if is_causal else "none"
-        facts = read(query, key, value, attn_mask, causal=causal, needs_grad=needs_grad, seqlen_dim=1)
+        facts = read(
+            query, key, value, attn_mask, causal=causal, needs_grad=needs_grad, seqlen_dim=1, key_mask=key_mask
+        )
         if facts.group != 1 and not enable_gqa:
             raise Decline(f"q has {facts.heads_q} heads, k {facts.heads_kv}, and enable_gqa is off")
         return facts, device

@@ -22,8 +22,8 @@ from accel.state import TargetState
 
 from .. import checks, sdpa
 
-#: Keywords that ask for other maths or for a warning. Upstream's function, 5.17 to 5.24, reads `softcap` (it raises) and
-#: `output_attentions` (it warns), and drops the learned sinks in silence; what it makes of them stays its business.
+#: Keywords that ask for other maths or for a warning. Upstream's function, 5.17 to 5.24, reads `softcap` (raises) and
+#: `output_attentions` (warns), and drops the learned sinks in silence; what it makes of them stays its business.
 DECLINED_KEYWORDS = ("softcap", "s_aux", "sinks", "output_attentions")
 #: Keywords that models pass and upstream's function takes and ignores: the window and the packing are in the mask,
 #: everything else is meant for other implementations. So it does with any keyword not named here, and so do we.
@@ -79,18 +79,17 @@ class Sdpa:
         sdpa.call(dropout, scaling)
         group = getattr(module, "num_key_value_groups", 1)
         device = checks.plain(query=query, key=key, value=value, attention_mask=attention_mask)
-        sdpa.ambient(device, query.dtype)
-        causal = "none"
-        if attention_mask is None and query.dim() == 4 and query.shape[2] > 1:
+        sdpa.ambient(query)
+        causal, seqlen_k = "none", None
+        if attention_mask is None and query.dim() == key.dim() == 4 and query.shape[2] > 1:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", True)
             if is_causal:
                 causal = "top_left"
-                # An empty static cache: upstream cuts off the keys that no query sees, and calls torch with equal lengths.
-                if key.dim() == value.dim() == 4 and key.shape[2] > query.shape[2]:
-                    key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+                # An empty static cache: upstream cuts off the keys that no query sees.
+                seqlen_k = min(query.shape[2], key.shape[2])
         needs_grad = checks.needs_grad(query, key, value, attention_mask)
-        facts = read(query, key, value, attention_mask, causal=causal, needs_grad=needs_grad)
+        facts = read(query, key, value, attention_mask, causal=causal, needs_grad=needs_grad, seqlen_k=seqlen_k)
         if facts.group != max(group, 1):
             raise Decline(f"q has {facts.heads_q} heads, k {facts.heads_kv}, the module groups them by {group}")
         return facts, device
