@@ -299,11 +299,20 @@ def _reset_dynamo() -> None:
         log.info("accel: torch._dynamo.reset(), so that models compiled before see the change")
 
 
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Shows what was asked for where the application has not set up logging; Python then shows warnings only."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not logging.getLogger().handlers
+
+
 def _set_level(level: str) -> None:
     """What ACCEL_LOG asks for; a level that the application chose stays."""
     logger = logging.getLogger("accel")
     if level != "warning" or logger.level == logging.NOTSET:
         logger.setLevel(logging.CRITICAL + 1 if level == "off" else level.upper())
+    if level in ("debug", "info") and not logger.handlers:
+        logger.addHandler(_Stderr())
 
 
 def target_states() -> list[tuple[Target, TargetState]]:
