@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.kernels.norm import launch, portable, rms_norm, rms_norm_gated
-from accel.kernels.norm.cases import Case, cases, laid_out, make_inputs
+from accel.kernels.norm.cases import CASES, LEVELS, Case
 from accel.kernels.norm.config import FORMS, BwdConfig, FwdConfig
 from accel.kernels.norm.facts import NormFacts
 from accel.kernels.norm.plan import COPY_NOTE, NormConfigs, plan
-from accel.kernels.norm.reference import rms_norm_grads_ref, rms_norm_ref
 from accel.kernels.runtime import arch as archs
 from accel.kernels.runtime.launch import collapse_rows
 from accel.outcome import Choice, Decline, Declined
 
 #: rounding of y and of each gradient, in units of the dtype's epsilon: three roundings in the worst form
 ULPS = 3.0
+
+
+def make(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    return case.make(device, torch.Generator().manual_seed(seed))
 
 
 def facts(**changes: object) -> NormFacts:
@@ -30,22 +34,26 @@ def facts(**changes: object) -> NormFacts:
 # --- Plain torch ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c.hidden <= 2048], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in CASES if c.facts.n_rows * c.hidden < 2**20], ids=lambda case: case.name)
 def test_portable_matches_the_oracle(case: Case) -> None:
-    t = make_inputs(case, "cpu")
-    if t.gate is None:
-        y = rms_norm(t.x, t.weight, eps=case.eps, form=case.form)
-    else:
-        y = rms_norm_gated(t.x, t.gate, t.weight, eps=case.eps, activation=case.activation, form=case.form)
-    inputs = [t.x, t.weight, *(() if t.gate is None else (t.gate,))]
-    found = torch.autograd.grad(y, inputs, t.dy)
-    gate = None if t.gate is None else t.gate.detach()
-    oracle = rms_norm_ref(t.x.detach(), t.weight.detach(), case.eps, case.form, gate, case.activation)
-    wanted = rms_norm_grads_ref(t.x, t.weight, t.dy, case.eps, case.form, t.gate, case.activation)
-    bound = ULPS * torch.finfo(case.dtype).eps
-    for got, ref in zip((y, *found), (oracle, *wanted), strict=False):
-        assert torch.isfinite(got).all()
-        assert (got.double() - ref).norm() <= bound * ref.norm()
+    inputs = make(case)
+    got, oracle = case.run(inputs), case.oracle(inputs)
+    assert got.keys() == oracle.keys()
+    bound = ULPS * torch.finfo(getattr(torch, case.dtype)).eps
+    for name, ref in oracle.items():
+        assert torch.isfinite(got[name]).all(), name
+        assert (got[name].double() - ref).norm() <= bound * ref.norm(), name
+
+
+def test_cases_are_named_apart_and_served() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert all(isinstance(plan(case.facts, "sm_90"), Choice) for case in CASES)
+    for case in CASES:
+        inputs = make(case, "meta") if case.facts.n_rows * case.hidden > 2**20 else make(case)
+        seen = launch.facts_of(inputs["x"], inputs["weight"], inputs.get("gate"), case.form, case.activation, grad=True)
+        served = {field: getattr(seen, field) for field in ("n_rows", "hidden", "dtype", "weight_dtype", "gate_dtype")}
+        assert served == {field: getattr(case.facts, field) for field in served}
+        assert seen.row_levels <= case.facts.row_levels
 
 
 def test_an_fp32_weight_promotes_only_where_torch_does() -> None:
@@ -227,23 +235,13 @@ def loaded_with(config: NormConfigs, case: Case, out_dtype: torch.dtype, seen: l
     return launch.Loaded(run_forward, run_backward, out_dtype, config.backward)
 
 
-def _formula(
-    case: Case, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def _formula(case: Case, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None, eps: float) -> torch.Tensor:
     if gate is None:
         return portable.rms_norm(x, weight, eps, case.form)
     return portable.rms_norm_gated(x, gate, weight, eps, case.activation, case.form)
 
 
-LAYOUTS = {
-    "contiguous": 1,
-    "rows": 1,
-    "heads": 2,
-    "misaligned": 3,
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LEVELS)
 @pytest.mark.parametrize("rows", ((1,), (5,), (2, 3), (2, 3, 4), (1, 3, 1), (2, 1, 4), (0, 3)), ids=str)
 @pytest.mark.parametrize("activation", (None, "silu"))
 def test_rows_reach_the_kernel(
@@ -252,18 +250,20 @@ def test_rows_reach_the_kernel(
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
     if layout == "heads" and len(rows) == 1:
         rows = (1, *rows)
-    case = Case("t", rows, 64, torch.bfloat16, torch.bfloat16, FORMS[0], activation, layout)
-    t = make_inputs(case, "cpu")
-    x, weight, gate, dy = t.x.detach(), t.weight.detach(), None if t.gate is None else t.gate.detach(), t.dy
+    case = Case(rows, 64, "bfloat16", "bfloat16", FORMS[0], activation, layout)
+    inputs = {name: t.detach() for name, t in make(case).items()}
+    x, weight, gate, dy = inputs["x"], inputs["weight"], inputs.get("gate"), inputs["d_y"]
     levels = launch.row_levels(x, gate)
-    assert levels <= LAYOUTS[layout]
+    assert levels <= LEVELS[layout]
     config = plan(facts(hidden=64, activation=activation, needs_grad=True, row_levels=levels), "sm_90").config
     loaded = loaded_with(config, case, torch.bfloat16, [])
     y = launch.forward(loaded, levels, x, weight, gate, 1e-6)
     assert torch.equal(y, _formula(case, x, weight, gate, 1e-6)) and y.is_contiguous()
     got = launch.backward(loaded, levels, x, weight, gate, dy, 1e-6)
     leaves = [v.detach().requires_grad_() for v in (x, weight, *(() if gate is None else (gate,)))]
-    found = torch.autograd.grad(_formula(case, leaves[0], leaves[1], leaves[2] if gate is not None else None, 1e-6), leaves, dy)
+    found = torch.autograd.grad(
+        _formula(case, leaves[0], leaves[1], leaves[2] if gate is not None else None, 1e-6), leaves, dy
+    )
     for a, b in zip(got, found, strict=False):
         assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2)
 
@@ -271,17 +271,19 @@ def test_rows_reach_the_kernel(
 def test_layouts_are_not_copied_without_need() -> None:
     seen: list[torch.Tensor] = []
     for layout, copies in (("contiguous", False), ("rows", False), ("heads", False), ("misaligned", True)):
-        case = Case("t", (2, 3, 4), 64, torch.bfloat16, torch.bfloat16, FORMS[0], None, layout)
-        x = make_inputs(case, "cpu").x.detach()
+        case = Case((2, 3, 4), 64, "bfloat16", "bfloat16", FORMS[0], None, layout)
+        x = make(case)["x"].detach()
         levels = launch.row_levels(x, None)
         config = plan(facts(hidden=64, row_levels=levels), "sm_90").config
-        launch.forward(loaded_with(config, case, torch.bfloat16, seen), levels, x, torch.ones(64).bfloat16(), None, 1e-6)
+        launch.forward(
+            loaded_with(config, case, torch.bfloat16, seen), levels, x, torch.ones(64).bfloat16(), None, 1e-6
+        )
         shared = seen[-2].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         assert shared != copies, layout
 
 
 def test_transposed_heads_need_two_levels() -> None:
-    x = laid_out(torch.randn(2, 5, 3, 64), torch.bfloat16, "contiguous", "cpu").transpose(1, 2)
+    x = torch.randn(2, 5, 3, 64).bfloat16().transpose(1, 2)
     assert launch.row_levels(x, None) == 3
     assert launch.row_levels(x[:1], None) == 2
     assert launch.row_levels(x[..., ::2], None) == 3
@@ -332,3 +334,10 @@ def test_mismatched_calls_decline() -> None:
         elsewhere = torch.ones(64, device="cuda:0")
     with pytest.raises(Decline, match="x is on cpu, the weight on cuda:0"):
         launch.lookup(x, elsewhere, None, FORMS[0], None, False)
+
+
+def test_builds_are_named_and_planned() -> None:
+    names = [name for name, _ in launch.builds("sm_90a")]
+    assert len(names) == len(set(names)) > 50
+    assert {name for name, _ in launch.builds("sm_80")} == set(names)
+    assert not list(launch.builds("sm_70"))

@@ -5,19 +5,20 @@ Kept short on purpose: a served call pays for every line here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel.outcome import Decline, Declined
+from accel.outcome import Choice, Decline, Declined
 
 from ..runtime import arch as archs
-from ..runtime.compile import Kernel, function
+from ..runtime.compile import Kernel, build_object, function
 from ..runtime.launch import collapse_rows, sm_count
-from .config import BwdConfig
+from .config import FORMS, BwdConfig
 from .facts import NormFacts
 from .plan import NormConfigs, plan
 
@@ -228,3 +229,38 @@ def _two_level(t: Tensor, outer: int, inner: int, hidden: int) -> Tensor:
 
 def _aligned(t: Tensor) -> Tensor:
     return t if t.data_ptr() % _ALIGNMENT == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, thunk that compiles into the disk cache) for the common calls on the archs that a compile target serves.
+
+    Every hidden size has kernels of its own, so this is a list of sizes, not all that plan() can choose: the sizes of current
+    models, bf16, one and two row levels. Others compile on first use, in one to three seconds.
+    """
+    for arch in archs.known_archs():
+        if archs.compile_target(arch) == target:
+            for facts in _common_facts():
+                choice = plan(facts, arch)
+                if isinstance(choice, Choice) and isinstance(choice.config, NormConfigs):
+                    for module, config in (("any_fwd", choice.config.forward), ("any_bwd", choice.config.backward)):
+                        if config is not None:
+                            kernel = Kernel("norm", module, config)
+                            yield f"{module} {_spoken(facts)}", partial(build_object, kernel, target)
+
+
+def _common_facts() -> Iterator[NormFacts]:
+    plain = [(form, None, hidden, 1) for form in FORMS for hidden in (1024, 2048, 2560, 3072, 4096, 5120, 7168, 8192)]
+    heads = [(form, None, hidden, levels) for form in FORMS for hidden in (64, 128, 256) for levels in (1, 2)]
+    gated = [
+        (form, activation, hidden, levels)
+        for form, activation in (("cast_then_weight", "silu"), ("weight_in_fp32", "sigmoid"))
+        for hidden in (64, 128, 256)
+        for levels in (1, 2)
+    ]
+    for form, activation, hidden, levels in plain + heads + gated:
+        yield NormFacts(1, hidden, "bfloat16", "bfloat16", form, activation, needs_grad=True, row_levels=levels)
+
+
+def _spoken(facts: NormFacts) -> str:
+    parts = (facts.form, facts.activation, facts.dtype, str(facts.hidden), "heads" if facts.row_levels == 2 else None)
+    return " ".join(part for part in parts if part)
