@@ -15,8 +15,7 @@ import torch
 
 from accel import serve
 from accel.imports import being_imported
-from accel.kernels.runtime.arch import CPU
-from accel.outcome import Choice, Decline
+from accel.outcome import Decline
 from accel.rebind import Rebinding
 from accel.serve import Adapter
 from accel.state import TargetState
@@ -28,31 +27,6 @@ from . import dispatch
 NOT_GIVEN: Any = object()
 #: The chunked kernels of FLA hold a key row in one block.
 MAX_HEAD_DIM = 256
-
-
-class PortableAdapter:
-    """The parts that do not depend on the function: what stands in while Dynamo traces."""
-
-    in_place = False
-    upstream_cannot_run_on = (CPU,)  #: "0 active drivers"
-    facts: Callable[..., Any]
-    plan: Callable[..., Any]
-    run: Callable[..., Any]
-
-    def compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The portable op, which is a torch.library op under compilation, for CPU tensors; upstream for the rest.
-
-        FLA itself breaks the graph at its chunked functions, on every device.
-        """
-        try:
-            facts, device = self.facts(*args, **kwargs)
-        except Decline:
-            return original(*args, **kwargs)
-        if device.type == CPU:
-            choice = self.plan(facts, CPU)
-            if isinstance(choice, Choice):
-                return self.run(choice, *args, **kwargs)
-        return original(*args, **kwargs)
 
 
 def rebind(
@@ -211,4 +185,3 @@ def flat(parameter: torch.Tensor | None) -> torch.Tensor | None:
 
 def _shape(tensor: torch.Tensor) -> list[int]:
     return list(tensor.shape)
-

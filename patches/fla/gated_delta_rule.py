@@ -24,8 +24,9 @@ from accel.rebind import Rebinding
 from accel.state import TargetState
 
 from ..checks import dtype_name, needs_grad, plain
+from ..portable import PortableAdapter
 from . import delta_rule as rule
-from .delta_rule import NOT_GIVEN, PortableAdapter
+from .delta_rule import NOT_GIVEN
 
 Tensors = tuple[torch.Tensor, torch.Tensor | None]
 
