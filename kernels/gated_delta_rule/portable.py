@@ -1,7 +1,4 @@
-"""The gated delta rule in plain torch, on any device: checks and activations here, the cores in `linear_attention`.
-
-Computes in fp32 whatever the input dtype (in fp64 if an input is fp64); autocast does not change that.
-"""
+"""The gated delta rule in plain torch, on any device: checks and activations here, the cores in `linear_attention`."""
 
 from __future__ import annotations
 
@@ -13,25 +10,51 @@ from ..linear_attention.ops import chunked_delta_rule, recurrent_delta_rule
 
 
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    q: Tensor,  # [B, T, H, K]
+    k: Tensor,  # [B, T, H, K]
+    v: Tensor,  # [B, T, HV, V]
+    g: Tensor,  # [B, T, HV]
+    beta: Tensor,  # [B, T, HV]
     *,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | None = None,  # [N, HV, K, V], or [N, HV, V, K] with state_v_first
     output_final_state: bool | None = False,
     use_qk_l2norm: bool = False,
     use_gate: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    A_log: Tensor | None = None,  # HV values, of any shape
+    dt_bias: Tensor | None = None,  # HV values, of any shape
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,  # [N + 1]
 ) -> tuple[Tensor, Tensor | None]:
-    """See the package."""
+    """(o [B, T, HV, V] in q's dtype, final state or None), in chunks of up to 64 tokens.
+
+    Args:
+        q, k, v: queries, keys and values, of any floating-point dtypes and strides.
+        g: log decay; finite values of any size and -inf (a reset) are exact. With `use_gate` the raw gate: the log
+            decay is then -exp(A_log) * softplus(g + dt_bias). Without it A_log and dt_bias are ignored.
+        beta: how far the value stored under a key moves to the new one. With `use_beta_sigmoid` logits of it, in which
+            case `allow_neg_eigval` doubles it.
+        scale: of the output; None is K ** -0.5.
+        initial_state: the state before each sequence's first token, of any floating-point dtype; None is zeros.
+        output_final_state: also return the state after each sequence's last token: a new contiguous tensor, fp32.
+        use_qk_l2norm: divide each query and key by sqrt(its squared norm + 1e-6).
+        state_v_first: both states are [N, HV, V, K].
+        cu_seqlens: int32 or int64, where the packed sequences start and end, read on the host. A sequence may be empty;
+            tokens outside [cu_seqlens[0], cu_seqlens[-1]) get zero outputs and zero gradients.
+
+    Everything is computed in fp32 (fp64, including the final state, if q, k, v or g is fp64), also under autocast.
+    Differentiable once in q, k, v, g, beta, initial_state, A_log and dt_bias, through both results; gradients come in
+    each input's dtype. There is no double backward, forward mode or vmap. Deterministic on a CPU.
+
+    Under torch.compile a call is one opaque op, whose backward runs the forward once more.
+
+    Raises:
+        ValueError: shapes that do not belong together, a bad `cu_seqlens`, `use_gate` without A_log, or
+            `allow_neg_eigval` without `use_beta_sigmoid`.
+        TypeError: a tensor that is not floating point, or a `cu_seqlens` that is not int32 or int64.
+    """
     inputs.check_shapes(q, k, v, cu_seqlens, initial_state, state_v_first)
     inputs.check_beta_options(use_beta_sigmoid, allow_neg_eigval)
     inputs.check_tensor("g", g, list(v.shape[:3]))
@@ -47,27 +70,35 @@ def gated_delta_rule(
 
 
 def recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
+    q: Tensor,  # [B, T, H, K]
+    k: Tensor,  # [B, T, H, K]
+    v: Tensor,  # [B, T, HV, V]
+    g: Tensor | None = None,  # [B, T, HV]
     *,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
+    gk: Tensor | None = None,  # [B, T, HV, K]
+    gv: Tensor | None = None,  # [B, T, HV, V]
+    beta: Tensor | None = None,  # [B, T, HV] or [B, T, HV, V]
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | None = None,  # [N, HV, K, V], or [N, HV, V, K] with state_v_first
     output_final_state: bool | None = False,
     use_qk_l2norm: bool = False,
     use_gate: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    A_log: Tensor | None = None,  # HV values, of any shape
+    dt_bias: Tensor | None = None,  # HV values, of any shape
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,  # [N + 1]
 ) -> tuple[Tensor, Tensor | None]:
-    """See the package."""
+    """(o [B, T, HV, V] in v's dtype, final state or None), token by token; otherwise as `gated_delta_rule`.
+
+    Args:
+        g, gk, gv: log decays of the whole state, of its key channels and of its value channels, which add up; None is
+            no decay. Only g has a gate.
+        beta: per head or per value channel; None is 1.
+
+    With gradients it keeps one K x V state per token and value head: use `gated_delta_rule` to train on long sequences.
+    """
     inputs.check_shapes(q, k, v, cu_seqlens, initial_state, state_v_first)
     inputs.check_beta_options(use_beta_sigmoid, allow_neg_eigval)
     per_head = list(v.shape[:3])
@@ -77,11 +108,10 @@ def recurrent_gated_delta_rule(
     dtype = inputs.compute_dtype(q, k, v, g)
     if use_gate and g is None:
         raise ValueError("use_gate=True needs g, got None")
-    decay = (
-        q.new_zeros(*per_head, 1, dtype=dtype)
-        if g is None
-        else log_decay(g, dtype, use_gate, A_log, dt_bias)[..., None]
-    )
+    if g is None:
+        decay = q.new_zeros(*per_head, 1, dtype=dtype)
+    else:
+        decay = log_decay(g, dtype, use_gate, A_log, dt_bias)[..., None]
     if gk is not None:
         decay = decay + gk.to(dtype)
     beta = inputs.prepare_recurrent_beta(beta, v, dtype, use_beta_sigmoid, allow_neg_eigval)
@@ -100,9 +130,8 @@ def log_decay(g: Tensor, dtype: torch.dtype, use_gate: bool, a_log: Tensor | Non
         return g
     if a_log is None:
         raise ValueError("use_gate=True needs A_log, got None")
-    heads = g.shape[2]
-    inputs.check_tensor("A_log", a_log, [heads])
+    heads = [g.shape[2]]
+    a_log = inputs.parameter("A_log", a_log, heads, dtype)
     if dt_bias is not None:
-        inputs.check_tensor("dt_bias", dt_bias, [heads])
-        dt_bias = dt_bias.to(dtype)
-    return inputs.softplus_decay(g, a_log.to(dtype), dt_bias)
+        dt_bias = inputs.parameter("dt_bias", dt_bias, heads, dtype)
+    return inputs.softplus_decay(g, a_log, dt_bias)

@@ -1,7 +1,4 @@
-"""Kimi delta attention in plain torch, on any device: checks and activations here, the cores in `linear_attention`.
-
-Computes in fp32 whatever the input dtype (in fp64 if an input is fp64); autocast does not change that.
-"""
+"""Kimi delta attention in plain torch, on any device: checks and activations here, the cores in `linear_attention`."""
 
 from __future__ import annotations
 
@@ -13,27 +10,57 @@ from ..linear_attention.ops import chunked_delta_rule, recurrent_delta_rule
 
 
 def kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    q: Tensor,  # [B, T, H, K]
+    k: Tensor,  # [B, T, H, K]
+    v: Tensor,  # [B, T, HV, V]
+    g: Tensor,  # [B, T, HV, K]
+    beta: Tensor,  # [B, T, HV]
     *,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | None = None,  # [N, HV, K, V], or [N, HV, V, K] with state_v_first
     output_final_state: bool | None = False,
     use_qk_l2norm: bool = False,
     use_gate: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    A_log: Tensor | None = None,  # HV values, of any shape
+    dt_bias: Tensor | None = None,  # HV * K values, of any shape
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,  # [N + 1]
     lower_bound: float | None = None,
     safe_gate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """See the package."""
+    """(o [B, T, HV, V] in q's dtype, final state or None), in chunks of up to 64 tokens.
+
+    Args:
+        q, k, v: queries, keys and values, of any floating-point dtypes and strides.
+        g: log decay per key channel; finite values of any size and -inf (a reset) are exact. With `use_gate` the raw
+            gate: the log decay is then -exp(A_log) * softplus(g + dt_bias), or with `lower_bound`
+            lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), where A_log may be None for a factor of 1. Without it
+            A_log, dt_bias and lower_bound are ignored.
+        beta: how far the value stored under a key moves to the new one. With `use_beta_sigmoid` logits of it, in which
+            case `allow_neg_eigval` doubles it.
+        scale: of the output; None is K ** -0.5.
+        initial_state: the state before each sequence's first token, of any floating-point dtype; None is zeros.
+        output_final_state: also return the state after each sequence's last token: a new contiguous tensor, fp32.
+        use_qk_l2norm: divide each query and key by sqrt(its squared norm + 1e-6).
+        state_v_first: both states are [N, HV, V, K].
+        cu_seqlens: int32 or int64, where the packed sequences start and end, read on the host. A sequence may be empty;
+            tokens outside [cu_seqlens[0], cu_seqlens[-1]) get zero outputs and zero gradients.
+        safe_gate: a promise that log decays lie in [-5, 0), which nothing here relies on; with `use_gate` it needs a
+            `lower_bound` in that range.
+
+    Everything is computed in fp32 (fp64, including the final state, if q, k, v or g is fp64), also under autocast.
+    Differentiable once in q, k, v, g, beta, initial_state, A_log and dt_bias, through both results; gradients come in
+    each input's dtype. There is no double backward, forward mode or vmap. Deterministic on a CPU.
+
+    Under torch.compile a call is one opaque op, whose backward runs the forward once more.
+
+    Raises:
+        ValueError: shapes that do not belong together, a bad `cu_seqlens`, `use_gate` with neither A_log nor
+            lower_bound, `safe_gate` without a fitting lower_bound, or `allow_neg_eigval` without `use_beta_sigmoid`.
+        TypeError: a tensor that is not floating point, or a `cu_seqlens` that is not int32 or int64.
+    """
     inputs.check_shapes(q, k, v, cu_seqlens, initial_state, state_v_first)
     inputs.check_beta_options(use_beta_sigmoid, allow_neg_eigval)
     check_safe_gate(safe_gate, use_gate, lower_bound)
@@ -50,26 +77,30 @@ def kda(
 
 
 def recurrent_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
+    q: Tensor,  # [B, T, H, K]
+    k: Tensor,  # [B, T, H, K]
+    v: Tensor,  # [B, T, HV, V]
+    g: Tensor,  # [B, T, HV, K]
+    beta: Tensor | None,  # [B, T, HV] or [B, T, HV, V]
     *,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | None = None,  # [N, HV, K, V], or [N, HV, V, K] with state_v_first
     output_final_state: bool | None = False,
     use_qk_l2norm: bool = False,
     use_gate: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    A_log: Tensor | None = None,  # HV values, of any shape
+    dt_bias: Tensor | None = None,  # HV * K values, of any shape
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,  # [N + 1]
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See the package."""
+    """(o [B, T, HV, V] in v's dtype, final state or None), token by token; otherwise as `kda`.
+
+    `beta` may be per value channel; None is 1. With gradients it keeps one K x V state per token and value head: use
+    `kda` to train on long sequences.
+    """
     inputs.check_shapes(q, k, v, cu_seqlens, initial_state, state_v_first)
     inputs.check_beta_options(use_beta_sigmoid, allow_neg_eigval)
     inputs.check_tensor("g", g, [*v.shape[:3], q.shape[3]])
@@ -107,12 +138,9 @@ def log_decay(
         return g
     heads, dim = g.shape[2:]
     if a_log is not None:
-        inputs.check_tensor("A_log", a_log, [heads])
-        a_log = a_log.to(dtype)[:, None]
+        a_log = inputs.parameter("A_log", a_log, [heads, 1], dtype)
     if dt_bias is not None:
-        if list(dt_bias.shape) != [heads, dim]:
-            inputs.check_tensor("dt_bias", dt_bias, [heads * dim])
-        dt_bias = dt_bias.to(dtype).reshape(heads, dim)
+        dt_bias = inputs.parameter("dt_bias", dt_bias, [heads, dim], dtype)
     if lower_bound is not None:
         return inputs.bounded_decay(g, a_log, dt_bias, lower_bound)
     if a_log is None:

@@ -1,9 +1,11 @@
-"""From a caller's tensors to what the cores compute with: checks, compute dtype, l2 norm, log decay, beta and state layout.
+"""From a caller's tensors to what the cores take: checks, compute dtype, l2 norm, log decay, beta, state layout.
 
 All of it is elementwise, differentiated by torch itself, and casts gradients back to the dtype of each input.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +57,15 @@ def check_tensor(name: str, x: Tensor, shape: list[int]) -> None:
         raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
 
 
+def parameter(name: str, x: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """A per-head parameter in `shape` and `dtype`; ValueError unless it has that many values."""
+    if x.numel() != math.prod(shape):
+        raise ValueError(f"{name} must have {math.prod(shape)} values, got {list(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+    return x.to(dtype).reshape(shape)
+
+
 def check_beta_options(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> None:
     if allow_neg_eigval and not use_beta_sigmoid:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid=True, got use_beta_sigmoid=False")
@@ -77,7 +88,7 @@ def prepare_qk(q: Tensor, k: Tensor, dtype: torch.dtype, use_l2norm: bool) -> tu
 
 
 def activate_beta(beta: Tensor, use_sigmoid: bool, allow_neg_eigval: bool) -> Tensor:
-    """beta itself, or sigmoid(beta), or 2 sigmoid(beta): the last lets the state's transition have negative eigenvalues."""
+    """beta, sigmoid(beta) or 2 sigmoid(beta); with the last, a step may flip the sign of a direction of the state."""
     if not use_sigmoid:
         return beta
     return beta.sigmoid() * 2 if allow_neg_eigval else beta.sigmoid()

@@ -1,9 +1,9 @@
 """The two cores as differentiable functions, in eager mode and inside torch.compile.
 
 Compiled code sees each call as one opaque node, `accel::chunked_delta_rule` or `accel::recurrent_delta_rule`, and its
-gradient as another; so whole graphs compile, for any length. These ops keep the inputs alone and run the forward once more
-in their backward: no tensor of a graph then has a size that depends on the contents of cu_seqlens. An eager call goes
-straight to the autograd functions and pays nothing for this.
+gradient as another; so whole graphs compile, for any length. These ops keep the inputs alone and run the forward once
+more in their backward: no tensor of a graph then has a size that depends on the contents of cu_seqlens. An eager call
+goes straight to the autograd functions and pays nothing for this.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .chunked import ChunkedDeltaRule, chunked_backward, chunked_forward
 from .layout import chunk_layout
+from .precision import own_precision
 from .recurrent import RecurrentDeltaRule, recurrent_backward, recurrent_forward
 
 
@@ -28,13 +29,13 @@ def chunked_delta_rule(
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(o [B, T, HV, V], final state [N, HV, K, V]) in chunks; all floating-point tensors have one dtype, fp32 or fp64."""
+    """(o [B, T, HV, V], final state [N, HV, K, V]) in chunks; one dtype, fp32 or fp64, for all tensors."""
     if torch.compiler.is_compiling():
         return _chunked_op(q, k, v, g, beta, state, cu_seqlens, scale)
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, state)):
         return ChunkedDeltaRule.apply(q, k, v, g, beta, state, layout, scale)  # type: ignore[no-any-return]
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q):
         return chunked_forward(q, k, v, g, beta, state, layout, scale)[:2]
 
 
@@ -49,18 +50,18 @@ def recurrent_delta_rule(
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(o [B, T, HV, V], final state [N, HV, K, V]) token by token; all floating-point tensors have one dtype, fp32 or fp64."""
+    """(o [B, T, HV, V], final state [N, HV, K, V]) token by token; one dtype for all tensors, fp32 or fp64."""
     if torch.compiler.is_compiling():
         return _recurrent_op(q, k, v, gk, gv, beta, state, cu_seqlens, scale)
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens, chunk=1)
     tensors = (q, k, v, gk, beta, state) if gv is None else (q, k, v, gk, gv, beta, state)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return RecurrentDeltaRule.apply(q, k, v, gk, gv, beta, state, layout, scale)  # type: ignore[no-any-return]
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q):
         return recurrent_forward(q, k, v, gk, gv, beta, state, layout, scale, keep=False)[:2]
 
 
-# --- ops for compiled code; torch.library reads the schema from the annotations, which must be Optional[...] -------------
+# --- for compiled code; torch.library reads the schema from the annotations, which must say Optional[...] -------------
 
 
 @torch.library.custom_op("accel::chunked_delta_rule", mutates_args=())
@@ -75,7 +76,7 @@ def _chunked_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q):
         return chunked_forward(q, k, v, g, beta, state, layout, scale)[:2]
 
 
@@ -93,7 +94,7 @@ def _chunked_backward_op(
     d_final: Optional[Tensor],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q):
         saved = chunked_forward(q, k, v, g, beta, state, layout, scale)[2]
         return chunked_backward(q, k, v, g, beta, layout, scale, saved, d_out, d_final)
 
@@ -111,7 +112,7 @@ def _recurrent_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens, chunk=1)
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q):
         return recurrent_forward(q, k, v, gk, gv, beta, state, layout, scale, keep=False)[:2]
 
 
@@ -130,7 +131,7 @@ def _recurrent_backward_op(
     d_final: Optional[Tensor],  # noqa: UP045
 ) -> list[Tensor]:
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens, chunk=1)
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q):
         saved = recurrent_forward(q, k, v, gk, gv, beta, state, layout, scale, keep=True)[2]
         grads = recurrent_backward(q, k, v, gk, gv, beta, layout, scale, saved, d_out, d_final)
     return [x for x in grads if x is not None]

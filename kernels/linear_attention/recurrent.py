@@ -1,9 +1,8 @@
 """The token-by-token core of the gated delta rule and KDA: forward, backward and their autograd function.
 
-Serves what chunks cannot: a decay per value channel (`gv`) and a beta per value channel, and decoding, where a chunk has
-one token. The loop runs over token positions, all sequences and heads at once. When gradients are needed it keeps the
-state of every token, K x V values each: for training on more than a few hundred tokens use the chunked rule.
-Differentiable once.
+Serves what chunks cannot: a decay or a beta per value channel, and decoding, where a chunk has one token. The loop runs
+over token positions, all sequences and heads at once. When gradients are needed it keeps the state of every token, K x
+V values per head: for training on more than a few hundred tokens use the chunked rule. Differentiable once.
 """
 
 from __future__ import annotations
@@ -14,34 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .layout import ChunkLayout
-
-
-class TokenRows:
-    """The inputs of one call as rows [M, D], M = tokens x value heads, in the order in which the loop takes them."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, gk: Tensor, gv: Tensor | None, beta: Tensor, layout: ChunkLayout
-    ) -> None:
-        self.layout = layout
-        self.heads = v.shape[2]
-        self.groups = self.heads // q.shape[2]
-        self.q, self.k = (self.pack(x.repeat_interleave(self.groups, 2) if self.groups > 1 else x) for x in (q, k))
-        self.v, self.gk, self.beta = self.pack(v), self.pack(gk), self.pack(beta)
-        self.gv = None if gv is None else self.pack(gv)
-
-    def pack(self, x: Tensor) -> Tensor:
-        """[B, T, HV, D] -> [M, D]"""
-        return self.layout.to_chunks(x).flatten(0, 2)
-
-    def unpack(self, rows: Tensor) -> Tensor:
-        """[M, D] -> [B, T, HV, D]"""
-        return self.layout.to_tokens(rows.view(self.layout.chunks, self.heads, 1, rows.shape[1]))
-
-    def unpack_qk(self, rows: Tensor) -> Tensor:
-        """[M, K] -> [B, T, H, K]: the value heads that share a query/key head are summed."""
-        x = self.unpack(rows)
-        return x if self.groups == 1 else x.unflatten(2, (self.heads // self.groups, self.groups)).sum(3)
+from .layout import ChunkLayout, HeadRows
+from .precision import own_precision
 
 
 def recurrent_forward(
@@ -56,24 +29,26 @@ def recurrent_forward(
     scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """(o [B, T, HV, V], final state, what the backward reuses if `keep`); gk [B, T, HV, 1 or K], beta [B, T, HV, 1 or V]."""
-    rows = TokenRows(q, k, v, gk, gv, beta, layout)
-    decay = rows.gk.exp()[:, :, None]
-    decay_v = None if rows.gv is None else rows.gv.exp()[:, None]
-    out, new = torch.empty_like(rows.v), torch.empty_like(rows.v)
+    """(o [B, T, HV, V], final state [N, HV, K, V], what the backward reuses if `keep`).
+
+    gk [B, T, HV, 1 or K] and gv [B, T, HV, V] are log decays of the state's rows and columns, beta [B, T, HV, 1 or V].
+    """
+    rows = HeadRows(layout, v.shape[2], v.shape[2] // q.shape[2])
+    query, key, value, rate = rows.pack_qk(q), rows.pack_qk(k), rows.pack(v), rows.pack(beta)
+    decay, decay_v = rows.pack(gk).exp().mT, None if gv is None else rows.pack(gv).exp()
+    out, new = torch.empty_like(value), torch.empty_like(value)
     running = layout.sort_states(state).flatten(0, 1)
     decayed = out.new_empty(out.shape[0] if keep else 0, *running.shape[1:])
-    for step in layout.steps(rows.heads):
+    for step in rows.steps():
         s = running[: step.stop - step.start].mul_(decay[step])
         if decay_v is not None:
             s.mul_(decay_v[step])
         if keep:
             decayed[step] = s
-        key = rows.k[step, None]
-        u = (rows.v[step, None] - torch.bmm(key, s)).mul_(rows.beta[step, None])
-        new[step] = u[:, 0]
-        s.baddbmm_(key.mT, u)
-        out[step] = torch.bmm(rows.q[step, None], s)[:, 0]
+        u = torch.baddbmm(value[step], key[step], s, alpha=-1).mul_(rate[step])
+        new[step] = u
+        s.baddbmm_(key[step].mT, u)
+        out[step] = torch.bmm(query[step], s)
     final = layout.unsort_states(running.view(state.shape))
     return rows.unpack(out.mul_(scale)), final, (decayed, new)
 
@@ -91,42 +66,39 @@ def recurrent_backward(
     d_out: Tensor | None,
     d_final: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, gk, gv, beta and the initial state, from those of the output and of the final state (None is zero)."""
-    rows = TokenRows(q, k, v, gk, gv, beta, layout)
+    """Gradients of q, k, v, gk, gv, beta and the initial state; a gradient that comes in as None is zero."""
+    rows = HeadRows(layout, v.shape[2], v.shape[2] // q.shape[2])
+    query, key, value, rate = rows.pack_qk(q), rows.pack_qk(k), rows.pack(v), rows.pack(beta)
+    decay, decay_v = rows.pack(gk).exp().mT, None if gv is None else rows.pack(gv).exp()
     decayed, new = saved
-    do = rows.pack(d_out).mul_(scale) if d_out is not None else torch.zeros_like(rows.v)
-    decay = rows.gk.exp()[:, :, None]
-    decay_v = None if rows.gv is None else rows.gv.exp()[:, None]
-    d_new, d_v, d_key = torch.empty_like(new), torch.empty_like(new), torch.empty_like(rows.k)
-    d_gk, d_gv = torch.empty_like(rows.gk), None if rows.gv is None else torch.empty_like(rows.gv)
+    do = torch.zeros_like(value) if d_out is None else rows.pack(d_out) * scale
+    d_key, d_new, d_value = torch.empty_like(key), torch.empty_like(new), torch.empty_like(new)
+    d_gk, d_gv = key.new_empty(*key.shape[:2], gk.shape[3]), None if decay_v is None else torch.empty_like(decay_v)
     if d_final is None:
         running = decayed.new_zeros(layout.sequences * rows.heads, *decayed.shape[1:])
     else:
         running = layout.sort_states(d_final).flatten(0, 1)
-    for step in reversed(layout.steps(rows.heads)):
-        key, u = rows.k[step, :, None], new[step, :, None]
-        s = running[: step.stop - step.start].baddbmm_(rows.q[step, :, None], do[step, None])
-        d_u = torch.bmm(key.mT, s)
-        d_rhs = d_u * rows.beta[step, None]
-        d_key[step] = torch.bmm(s, u)[:, :, 0]
-        d_new[step], d_v[step] = d_u[:, 0], d_rhs[:, 0]
-        s.baddbmm_(key, d_rhs, alpha=-1)
+    for step in reversed(rows.steps()):
+        s = running[: step.stop - step.start].baddbmm_(query[step].mT, do[step])
+        d_new[step] = torch.bmm(key[step], s)
+        d_value[step] = d_new[step] * rate[step]
+        d_key[step] = torch.bmm(new[step], s.mT)
+        s.baddbmm_(key[step].mT, d_value[step], alpha=-1)
         d_decay = s * decayed[step]
-        d_gk[step] = d_decay.sum(2) if gk.shape[3] > 1 else d_decay.sum((1, 2))[:, None]
+        d_gk[step] = d_decay.sum(2)[:, None] if gk.shape[3] > 1 else d_decay.sum((1, 2), keepdim=True)
         s.mul_(decay[step])
         if d_gv is not None and decay_v is not None:
-            d_gv[step] = d_decay.sum(1)
+            d_gv[step] = d_decay.sum(1, keepdim=True)
             s.mul_(decay_v[step])
     d_start = layout.unsort_states(running.unflatten(0, (layout.sequences, rows.heads)))
     # the rest for all tokens at once
-    read = torch.bmm(rows.k[:, None], decayed)[:, 0]
-    d_q = torch.bmm(decayed, do[:, :, None])[:, :, 0].addcmul_(rows.k, (new * do).sum(1, keepdim=True))
-    d_key -= torch.bmm(decayed, d_v[:, :, None])[:, :, 0]
-    d_beta = d_new.mul_(rows.v - read)
-    d_beta = d_beta if beta.shape[3] > 1 else d_beta.sum(1, keepdim=True)
-    d_value_decay = None if d_gv is None else rows.unpack(d_gv)
-    unpacked = (rows.unpack_qk(d_q), rows.unpack_qk(d_key), rows.unpack(d_v), rows.unpack(d_gk), d_value_decay)
-    return (*unpacked, rows.unpack(d_beta), d_start)
+    d_query = torch.bmm(do, decayed.mT).addcmul_(key, (new * do).sum(2, keepdim=True))
+    d_key.baddbmm_(d_value, decayed.mT, alpha=-1)
+    d_beta = d_new.mul_(torch.baddbmm(value, key, decayed, alpha=-1))
+    d_beta = d_beta if beta.shape[3] > 1 else d_beta.sum(2, keepdim=True)
+    d_qk = (rows.unpack_qk(d_query), rows.unpack_qk(d_key))
+    d_rest = (rows.unpack(d_value), rows.unpack(d_gk), None if d_gv is None else rows.unpack(d_gv), rows.unpack(d_beta))
+    return (*d_qk, *d_rest, d_start)
 
 
 class RecurrentDeltaRule(torch.autograd.Function):
@@ -145,7 +117,7 @@ class RecurrentDeltaRule(torch.autograd.Function):
         layout: ChunkLayout,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False):
+        with own_precision(q):
             out, final, saved = recurrent_forward(q, k, v, gk, gv, beta, state, layout, scale, keep=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, gk, gv, beta, *saved)
@@ -154,10 +126,12 @@ class RecurrentDeltaRule(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, d_out: Tensor | None, d_final: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if d_out is None and d_final is None:
             return (None,) * 9
         q, k, v, gk, gv, beta, *saved = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
+        with own_precision(q):
             grads = recurrent_backward(q, k, v, gk, gv, beta, ctx.layout, ctx.scale, tuple(saved), d_out, d_final)
         return (*grads, None, None)
