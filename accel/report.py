@@ -21,6 +21,7 @@ class TargetStatus:
     declined: dict[str, int] = field(default_factory=dict)  #: reason -> calls; compiled calls are not among them
     kernels: dict[str, int] = field(default_factory=dict)  #: kernel -> calls it served
     left: tuple[str, ...] = ()  #: holders that somebody else patched over, left to them by the last restore
+    failures: tuple[str, ...] = ()  #: modules that could not be patched, and why; upstream's own code runs there
 
 
 def status() -> list[TargetStatus]:
@@ -29,10 +30,34 @@ def status() -> list[TargetStatus]:
     for target, state in target_states():
         with state.lock:
             kernels, declined = dict(state.served), dict(state.declined)
-        result.append(
-            TargetStatus(target.name, state.state, sum(kernels.values()), declined, kernels, tuple(state.left))
-        )
+        failures = tuple(state.failures.copy().values())
+        served = sum(kernels.values())
+        result.append(TargetStatus(target.name, state.state, served, declined, kernels, tuple(state.left), failures))
     return result
+
+
+def text(rows: list[TargetStatus] | None = None) -> str:
+    """`status()` for people: what was served and declined, by target, and what is on but was not called."""
+    rows = status() if rows is None else rows
+    lines = []
+    for row in rows:
+        declined = sum(row.declined.values())
+        if row.served or declined:
+            lines.append(f"{row.name}: served {row.served}, declined {declined}")
+            lines += [f"  {count:>8}  by {kernel}" for kernel, count in _most_first(row.kernels)]
+            lines += [f"  {count:>8}  declined: {reason}" for reason, count in _most_first(row.declined)]
+        lines += [f"{row.name}: {line}" for line in row.failures]
+        lines += [f"{row.name}: left to its new owner: {line}" for line in row.left]
+    silent = [
+        row.name for row in rows if row.state in ("active", "pending import") and not row.served and not row.declined
+    ]
+    if silent:
+        lines.append(f"on, but no call was counted (compiled calls are not): {', '.join(silent)}")
+    return "\n".join(lines or ["nothing is on, and no call was counted"])
+
+
+def _most_first(counts: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def explain(target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice | Declined:
