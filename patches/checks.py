@@ -31,8 +31,12 @@ def plain(**tensors: torch.Tensor | None) -> torch.device:
             continue
         if type(tensor) not in PLAIN:
             raise Decline(f"{name} is a {type(tensor).__name__}, not a plain tensor")
+        if tensor.is_nested:  # a strided one has the type and layout of any other
+            raise Decline(f"{name} is a nested tensor")
         if tensor.layout is not _STRIDED:
             raise Decline(f"{name} has layout {tensor.layout}")
+        if tensor.is_neg():
+            raise Decline(f"{name} is a view that is negated when read")
         if device is None:
             device = tensor.device
             if not (tensor.is_cuda or tensor.is_cpu):
