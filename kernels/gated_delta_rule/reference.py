@@ -1,6 +1,8 @@
-"""The fp64 oracle of the gated delta rule: the recurrence, token by token, sequence by sequence; differentiable by torch."""
+"""The fp64 oracle of the gated delta rule: the recurrence, token by token, one sequence at a time; plain torch."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,28 +51,31 @@ def gated_delta_rule_reference(
     rate = rate[..., None] if rate.dim() == 3 else rate
     if use_beta_sigmoid:
         rate = torch.sigmoid(rate) * (2 if allow_neg_eigval else 1)
+    tokens = q.shape[1]
     if cu_seqlens is None:
-        spans = [(b, 0, q.shape[1]) for b in range(q.shape[0])]
+        spans = [(b, 0, tokens) for b in range(q.shape[0])]
     else:
         bounds = cu_seqlens.tolist()
-        spans = [(0, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
-    rows: dict[tuple[int, int], Tensor] = {}
-    states = []
+        spans = [(0, start, stop) for start, stop in pairwise(bounds)]
+    outs, states = [], []
     for n, (b, start, stop) in enumerate(spans):
         if initial_state is None:
-            state = torch.zeros(v.shape[2], q.shape[3], v.shape[3], dtype=v.dtype, device=v.device)
+            state = v.new_zeros(v.shape[2], q.shape[3], v.shape[3])
         else:
             state = initial_state[n].double().mT if state_v_first else initial_state[n].double()
-        for t in range(start, stop):
-            state = decay[b, t].exp() * state
-            u = rate[b, t] * (v[b, t] - torch.einsum("hkv,hk->hv", state, k[b, t]))
-            state = state + torch.einsum("hk,hv->hkv", k[b, t], u)
-            rows[b, t] = scale * torch.einsum("hkv,hk->hv", state, q[b, t])
+        steps = [x[b, start:stop].unbind(0) for x in (q, k, v, decay, rate)]
+        for q_t, k_t, v_t, g_t, beta_t in zip(*steps, strict=True):
+            state = g_t.exp() * state
+            u_t = beta_t * (v_t - torch.einsum("hkv,hk->hv", state, k_t))
+            state = state + torch.einsum("hk,hv->hkv", k_t, u_t)
+            outs.append(scale * torch.einsum("hkv,hk->hv", state, q_t))
         states.append(state.mT if state_v_first else state)
-    zero = torch.zeros_like(v[0, 0]) if v.shape[0] and v.shape[1] else None
-    grid = [[rows.get((b, t), zero) for t in range(v.shape[1])] for b in range(v.shape[0])]
-    out = torch.stack([torch.stack(row) for row in grid]) if zero is not None else torch.zeros_like(v)
-    final = torch.stack(states) if states else v.new_zeros(0, v.shape[2], *inner(q, v, state_v_first))
+    if cu_seqlens is not None:
+        nothing = torch.zeros_like(v[0, 0]) if tokens else v
+        outs = [nothing] * bounds[0] + outs + [nothing] * (tokens - bounds[-1])
+    out = torch.stack(outs).view(v.shape) if outs else torch.zeros_like(v)
+    inner = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+    final = torch.stack(states) if states else v.new_zeros(0, v.shape[2], *inner)
     return out, final if output_final_state else None
 
 
@@ -78,7 +83,3 @@ def softplus_gate(g: Tensor, a_log: Tensor, dt_bias: Tensor | None) -> Tensor:
     """-exp(A_log) log(1 + exp(g + dt_bias)), without a threshold above which softplus is taken for the identity."""
     g = g if dt_bias is None else g + dt_bias.double().reshape(g.shape[2:])
     return -a_log.exp() * torch.logaddexp(g, torch.zeros_like(g))
-
-
-def inner(q: Tensor, v: Tensor, state_v_first: bool) -> tuple[int, int]:
-    return (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
