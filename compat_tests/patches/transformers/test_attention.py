@@ -1,0 +1,784 @@
+"""transformers.sdpa: what the adapter reads off real models' calls, what it declines, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as upstream
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+import accel
+from accel import serve, testing
+from accel.kernels.attention import AttentionFacts
+from accel.outcome import Choice, Decline, Declined
+from accel.patches.transformers import attention
+from accel.state import STATES
+
+STATE = STATES["transformers.sdpa"]
+SEED = 20261130
+
+
+def entry() -> Callable[..., Any]:
+    return AttentionInterface._global_mapping["sdpa"]
+
+
+@pytest.fixture
+def on() -> serve.ServedCall:
+    """The target switched on; the call behind the entry."""
+    print("seed", SEED)
+    torch.manual_seed(SEED)
+    accel.accelerate("transformers.sdpa")
+    return serve.wrapped_call(entry(), STATE)
+
+
+class Layer(nn.Module):
+    """Stands for an attention layer: what upstream reads off it."""
+
+    def __init__(self, groups: int | None = 2, is_causal: bool | None = True) -> None:
+        super().__init__()
+        if groups is not None:
+            self.num_key_value_groups = groups
+        if is_causal is not None:
+            self.is_causal = is_causal
+
+
+def tensors(
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (4, 2),
+    lengths: tuple[int, int] = (8, 8),
+    dims: tuple[int, int] = (64, 64),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v as models pass them: transposed views of (batch, seqlen, heads, head_dim)."""
+    shapes = [
+        (batch, lengths[0], heads[0], dims[0]),
+        (batch, lengths[1], heads[1], dims[0]),
+        (batch, lengths[1], heads[1], dims[1]),
+    ]
+    return tuple(torch.randn(shape).transpose(1, 2) for shape in shapes)
+
+
+# --- Replaced and put back ----------------------------------------------------------------------------------------
+
+
+def test_restore_gives_back_the_very_same_objects() -> None:
+    before = testing.snapshot(("transformers",))
+    accel.accelerate("transformers.sdpa")
+    assert entry() is not upstream
+    assert list(AttentionInterface._global_mapping) == list(ALL_ATTENTION_FUNCTIONS), "a key was renamed or added"
+    wrapper = entry()
+    accel.accelerate("transformers.sdpa")
+    assert entry() is wrapper
+    accel.restore("transformers.sdpa")
+    assert entry() is upstream
+    assert before.changed(testing.snapshot(("transformers",))) == []
+    accel.accelerate("transformers.sdpa")
+    assert entry() is wrapper
+
+
+def test_the_wrapper_has_upstreams_signature(on: serve.ServedCall) -> None:
+    assert inspect.signature(entry()) == inspect.signature(upstream)
+    assert (entry().__name__, entry().__module__, entry().__doc__) == (
+        upstream.__name__,
+        upstream.__module__,
+        upstream.__doc__,
+    )
+    assert entry().__wrapped__ is upstream
+    ours = list(inspect.signature(on.adapter.facts).parameters.values())
+    theirs = list(inspect.signature(upstream).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
+
+
+def test_another_patcher_on_top_survives() -> None:
+    accel.accelerate("transformers.sdpa")
+    ours = entry()
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    theirs.__wrapped__ = ours
+    AttentionInterface.register("sdpa", theirs)
+    try:
+        accel.restore()
+        assert entry() is theirs
+        assert "AttentionInterface['sdpa']" in STATE.left[0]
+        q, k, v = tensors()
+        assert torch.equal(theirs(Layer(), q, k, v, None)[0], upstream(Layer(), q, k, v, None)[0])
+        assert not STATE.declined, "a wrapper that is off still counts"
+        accel.accelerate("transformers.sdpa")
+        assert entry() is theirs
+        theirs(Layer(), q, k, v, None)
+        assert sum(STATE.declined.values()) == 1
+    finally:
+        AttentionInterface.register("sdpa", upstream)
+
+
+def test_a_function_chosen_by_somebody_else_is_left() -> None:
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    AttentionInterface.register("sdpa", chosen)
+    try:
+        report = accel.accelerate("transformers.sdpa")
+        assert entry() is chosen
+        assert "chosen, not the library's own function, and stays so" in report.refused["transformers.sdpa"]
+    finally:
+        AttentionInterface.register("sdpa", upstream)
+
+
+def test_a_release_without_the_entry_is_refused_with_a_reason() -> None:
+    for content in ({}, {"AttentionInterface": type("AttentionInterface", (), {"_global_mapping": {}})}):
+        stub = ModuleType("transformers.modeling_utils")
+        vars(stub).update(content)
+        with pytest.raises(LookupError, match="has no AttentionInterface with an 'sdpa' entry"):
+            attention.patch(stub, STATE)
+
+
+# --- What the facts say is what upstream computes -----------------------------------------------------------------
+
+
+def described(
+    facts: AttentionFacts,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention in fp64, made from what the facts say of the call and from nothing else."""
+    q, k, v = (x.double() for x in (q, k[:, :, : facts.seqlen_k], v[:, :, : facts.seqlen_k]))
+    k, v = (x.repeat_interleave(facts.group, dim=1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = torch.ones(facts.seqlen_q, facts.seqlen_k, dtype=torch.bool)
+    assert facts.causal in ("none", "top_left")
+    if facts.causal == "top_left":
+        seen = seen.tril()
+    if facts.mask != "none":
+        assert facts.mask.startswith("bool ")
+        # a dimension that the facts call broadcast is read at its first index
+        first = [slice(None) if letter != "1" else slice(1) for letter in facts.mask.split()[1]]
+        seen = seen & mask[tuple(first)]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0)
+    return (weights @ v).transpose(1, 2)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[AttentionFacts]:
+    """The facts of every call that a model makes, each checked against what upstream returned for it."""
+    adapter, seen = attention.Sdpa(), []
+
+    def record(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        facts, device = adapter.facts(module, query, key, value, attention_mask, **kwargs)
+        result = upstream(module, query, key, value, attention_mask, **kwargs)
+        assert device.type == "cpu"
+        assert facts.dtype == "float32" and not facts.needs_grad and facts.window is None
+        torch.testing.assert_close(
+            result[0].double(),
+            described(facts, query, key, value, attention_mask, kwargs.get("scaling")),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+        seen.append(facts)
+        return result
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", record)
+    print("seed", SEED)
+    torch.manual_seed(SEED)
+    return seen
+
+
+def shapes(recorded: list[AttentionFacts]) -> list[tuple[Any, ...]]:
+    """What was recorded, once each: (batch, heads, lengths, head dims, causal, mask); the record is then empty."""
+    found = [
+        (f.batch, (f.heads_q, f.heads_kv), (f.seqlen_q, f.seqlen_k), (f.head_dim, f.head_dim_v), f.causal, f.mask)
+        for f in recorded
+    ]
+    recorded.clear()
+    return list(dict.fromkeys(found))
+
+
+TINY = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=100,
+)
+
+
+def causal_models() -> dict[str, Callable[[], nn.Module]]:
+    return {
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)),
+        "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, head_dim=16)),
+    }
+
+
+@pytest.mark.parametrize("name", causal_models())
+@torch.no_grad()
+def test_facts_of_causal_models(name: str, recorded: list[AttentionFacts]) -> None:
+    model = causal_models()[name]().eval()
+    tokens = torch.randint(1, 100, (2, 8))
+    heads, dims = (4, 2), (16, 16)
+
+    model(tokens, use_cache=False)
+    assert shapes(recorded) == [(2, heads, (8, 8), dims, "top_left", "none")]
+    model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    assert shapes(recorded) == [(2, heads, (8, 8), dims, "top_left", "none")]
+
+    cache = model(tokens, use_cache=True).past_key_values
+    assert shapes(recorded) == [(2, heads, (8, 8), dims, "top_left", "none")]
+    model(tokens[:, :1], past_key_values=cache)
+    assert shapes(recorded) == [(2, heads, (1, 9), dims, "none", "none")]
+    model(tokens[:, :4], past_key_values=cache)  # the second chunk of a chunked prefill
+    assert shapes(recorded) == [(2, heads, (4, 13), dims, "none", "bool 11qk")]
+
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    model(tokens, past_key_values=cache)
+    assert shapes(recorded) == [(2, heads, (8, 8), dims, "top_left", "none")], "the unused slots of the cache count"
+    model(tokens[:, :1], past_key_values=cache)
+    assert shapes(recorded) == [(2, heads, (1, 16), dims, "none", "bool 111k")]
+
+    padded = torch.ones_like(tokens)
+    padded[0, :3] = 0
+    cache = model(tokens, attention_mask=padded).past_key_values
+    assert shapes(recorded) == [(2, heads, (8, 8), dims, "none", "bool b1qk")]
+    model(tokens[:, :1], attention_mask=torch.cat([padded, padded[:, -1:]], 1), past_key_values=cache)
+    assert shapes(recorded) == [(2, heads, (1, 9), dims, "none", "bool b11k")]
+
+    model(tokens[:1], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), use_cache=False)  # packed
+    assert shapes(recorded) == [(1, heads, (8, 8), dims, "none", "bool 11qk")]
+
+
+@torch.no_grad()
+def test_facts_of_a_sliding_window(recorded: list[AttentionFacts]) -> None:
+    config = transformers.Gemma3TextConfig(
+        **TINY,
+        head_dim=16,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=25,
+    )
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    tokens = torch.randint(1, 100, (2, 8))
+    cache = model(tokens).past_key_values
+    assert shapes(recorded) == [
+        (2, (4, 2), (8, 8), (16, 16), "none", "bool 11qk"),
+        (2, (4, 2), (8, 8), (16, 16), "top_left", "none"),
+    ]
+    model(tokens[:, :1], past_key_values=cache)
+    assert shapes(recorded) == [
+        (2, (4, 2), (1, 4), (16, 16), "none", "bool 111k"),
+        (2, (4, 2), (1, 9), (16, 16), "none", "none"),
+    ]
+    model(tokens[:, :3], use_cache=False)  # shorter than the window: plain causal
+    assert shapes(recorded) == [(2, (4, 2), (3, 3), (16, 16), "top_left", "none")]
+
+
+@torch.no_grad()
+def test_facts_of_encoders_and_of_latent_attention(recorded: list[AttentionFacts]) -> None:
+    vision = dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    pixels = torch.randn(2, 3, 16, 16)
+    transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**vision)).eval()(pixels)
+    assert shapes(recorded) == [(2, (4, 4), (4, 4), (16, 16), "none", "none")]
+    transformers.ViTModel(transformers.ViTConfig(**vision)).eval()(pixels)
+    assert shapes(recorded) == [(2, (4, 4), (5, 5), (16, 16), "none", "none")]
+    deepseek = transformers.DeepseekV3Config(
+        **{**TINY, "num_key_value_heads": 4},
+        moe_intermediate_size=32,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=2,
+    )
+    transformers.DeepseekV3ForCausalLM(deepseek).eval()(torch.randint(1, 100, (2, 8)))
+    assert shapes(recorded) == [(2, (4, 4), (8, 8), (24, 16), "top_left", "none")]
+
+
+@torch.no_grad()
+def test_facts_of_every_rule_of_upstreams(recorded: list[AttentionFacts]) -> None:
+    call = entry()
+    q, k, v = tensors(lengths=(8, 5))
+    call(Layer(), q, k, v, None)
+    assert shapes(recorded)[0][2:] == ((8, 5), (64, 64), "top_left", "none")
+    call(Layer(), q, k, v, None, is_causal=False)
+    assert shapes(recorded)[0][4] == "none"
+    call(Layer(is_causal=False), q, k, v, None)
+    assert shapes(recorded)[0][4] == "none"
+    call(Layer(is_causal=False), q, k, v, None, is_causal=True)
+    assert shapes(recorded)[0][4] == "top_left"
+    call(Layer(is_causal=None), q, k, v, None)
+    assert shapes(recorded)[0][4] == "top_left"
+    call(Layer(), q[:, :, :1], k, v, None, is_causal=True)
+    assert shapes(recorded)[0][4] == "none"
+    call(Layer(), q, k, v, torch.ones(1, 1, 8, 5, dtype=torch.bool), is_causal=True)
+    assert shapes(recorded)[0][4:] == ("none", "bool 11qk")
+    q, k, v = tensors(heads=(4, 4), lengths=(8, 8), dims=(64, 32))
+    call(Layer(groups=None), q, k, v, None, scaling=0.3)
+    assert shapes(recorded) == [(2, (4, 4), (8, 8), (64, 32), "top_left", "none")]
+    seen = torch.rand(2, 4, 8, 8) > 0.4
+    for mask, pattern in (
+        (seen, "bool bhqk"),
+        (seen[:, :1], "bool b1qk"),
+        (seen[:1], "bool 1hqk"),
+        (seen[:1, :1].expand(2, 4, 8, 8), "bool 11qk"),  # stride 0
+        (seen[:, :1, :1], "bool b11k"),
+    ):
+        call(Layer(groups=1), q, k, v, mask)
+        assert shapes(recorded)[0][4:] == ("none", pattern)
+
+
+def test_layouts() -> None:
+    adapter = attention.Sdpa()
+
+    def layouts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[str, ...]:
+        facts = adapter.facts(Layer(), q, k, v, mask)[0]
+        return facts.q_layout, facts.k_layout, facts.v_layout, facts.mask_layout
+
+    q, k, v = (x.bfloat16() for x in tensors())
+    assert layouts(q, k, v) == ("aligned", "aligned", "aligned", "none")
+    packed = torch.randn(2, 8, 3 * 4 * 64).bfloat16().unflatten(-1, (3, 4, 64))
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    assert layouts(q, k[:, :2], v[:, :2]) == ("aligned", "aligned", "aligned", "none")
+    odd = torch.randn(2, 4, 8, 65).bfloat16()  # rows of 130 bytes
+    assert layouts(odd[..., :64], k[:, :2], odd[:, :2, :, 1:]) == ("rows", "aligned", "rows", "none")
+    assert layouts(q, k[:, :2], torch.randn(2, 2, 64, 8).bfloat16().mT) == ("aligned", "aligned", "strided", "none")
+    shifted = torch.randn(2 * 4 * 8 * 64 + 4).bfloat16()[4:].view(2, 4, 8, 64)  # 8 bytes into the storage
+    assert layouts(shifted, k[:, :2], v[:, :2])[0] == "rows"
+    single = torch.randn(2, 4, 65).bfloat16()[..., :64].unsqueeze(2)[:1]  # only the heads' stride counts
+    assert layouts(single, k[:1, :2], v[:1, :2])[0] == "rows"
+    one = torch.empty_strided((1, 4, 1, 64), (3, 64, 5, 1), dtype=torch.bfloat16)  # strides of size 1 mean nothing
+    assert layouts(one, k[:1, :2], v[:1, :2])[0] == "aligned"
+    for mask, layout in (
+        (torch.ones(2, 1, 8, 16, dtype=torch.bool)[..., :8], "aligned"),
+        (torch.ones(2, 1, 8, 8, dtype=torch.bool), "rows"),
+        (torch.ones(2, 1, 8, 8, dtype=torch.bool).mT, "strided"),
+        (torch.ones(2, 1, 1, 8, dtype=torch.bool).expand(2, 4, 8, 8), "rows"),
+    ):
+        q, k, v = (x.bfloat16() for x in tensors())
+        assert layouts(q, k, v, mask)[3] == layout
+
+
+# --- Declines -----------------------------------------------------------------------------------------------------
+
+
+def _plain() -> tuple[Any, ...]:
+    return (Layer(), *tensors(), None)
+
+
+def _with(position: int, value: Any) -> tuple[Any, ...]:
+    args = list(_plain())
+    args[position] = value(args[position]) if callable(value) else value
+    return tuple(args)
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+BOOL, FLOAT = torch.ones(1, 1, 8, 8, dtype=torch.bool), torch.zeros(1, 1, 8, 8)
+
+#: (reason, arguments, keywords), in the order of the checks. Upstream runs all of these on a CPU.
+DECLINED: list[tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = [
+    ("s_aux is given", _plain, {"s_aux": torch.zeros(4)}),
+    ("sinks is given", _plain, {"sinks": torch.zeros(4)}),
+    ("output_attentions is given", _plain, {"output_attentions": True}),
+    ("position_bias is given: an additive mask", _plain, {"position_bias": torch.zeros(1, 4, 8, 8)}),
+    ("dropout=1.0", _plain, {"dropout": 1.0}),
+    ("scale=-0.5 is not positive", _plain, {"scaling": -0.5}),
+    ("scale=0 is not positive", _plain, {"scaling": 0}),
+    ("query is a _Subclass, not a plain tensor", lambda: _with(1, lambda q: q.as_subclass(_Subclass)), {}),
+    ("attention_mask is a _Subclass, not a plain tensor", lambda: _with(4, BOOL.as_subclass(_Subclass)), {}),
+    ("key is a view that is negated when read", lambda: _with(2, torch._neg_view), {}),
+    ("the mask has 2 dimensions, not 4", lambda: _with(4, BOOL[0, 0]), {}),
+    ("the mask is (1, 1, 8, 1), the scores are (2, 4, 8, 8)", lambda: _with(4, BOOL[..., :1]), {}),
+    ("batch 1 of q is not batch 2 of k and v", lambda: _with(1, lambda q: q[:1]), {}),
+    ("q has 4 heads, k 2, the module groups them by 3", lambda: (Layer(groups=3), *tensors(), None), {}),
+]
+
+#: Reasons for calls that upstream rejects: it does so itself.
+REJECTED: list[tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = [
+    ("softcap is given", _plain, {"softcap": 30.0}),
+    ("the scale is a Tensor, not a number", _plain, {"scaling": torch.tensor([0.1, 0.2])}),
+    ("is_causal is a str, not a bool", _plain, {"is_causal": "yes"}),
+    ("the mask is int32, neither boolean nor additive", lambda: _with(4, BOOL.int()), {}),
+    ("the mask is (1, 3, 8, 8), the scores are (2, 4, 8, 8)", lambda: _with(4, BOOL.expand(1, 3, 8, 8)), {}),
+    ("q is float32, k float64, v float32", lambda: _with(2, torch.Tensor.double), {}),
+    ("head_dim=64 of q is not 32 of k", lambda: _with(2, lambda k: k[..., :32]), {}),
+    ("heads_q=4 is no multiple of heads_kv=3", lambda: (Layer(), *tensors(heads=(4, 3)), None), {}),
+    ("q, k, v have 3, 4, 4 dimensions, not 4", lambda: _with(1, lambda q: q[0]), {}),
+    ("query is on device meta", lambda: _with(1, lambda q: q.to("meta")), {}),
+    ("the arguments do not fit the signature", lambda: _plain()[:4], {}),
+]
+
+
+@pytest.mark.parametrize(("reason", "args", "kwargs"), DECLINED, ids=[row[0] for row in DECLINED])
+@torch.no_grad()
+def test_declined_calls_equal_upstreams(
+    reason: str, args: Callable[[], tuple[Any, ...]], kwargs: dict[str, Any], on: serve.ServedCall
+) -> None:
+    call = args()
+    assert on.decide(call, kwargs, "sm_90")[0] == Declined(reason)
+    ours, theirs = entry()(*call, **kwargs)[0], upstream(*call, **kwargs)[0]
+    assert ours.numpy().tobytes() == theirs.numpy().tobytes(), "bit for bit, NaN too: a negative scale gives them"
+    assert STATE.declined == {reason: 1} and not STATE.served
+
+
+@pytest.mark.parametrize(("reason", "args", "kwargs"), REJECTED, ids=[row[0] for row in REJECTED])
+@torch.no_grad()
+def test_what_upstream_rejects_it_rejects_itself(
+    reason: str, args: Callable[[], tuple[Any, ...]], kwargs: dict[str, Any], on: serve.ServedCall
+) -> None:
+    call = args()
+    with pytest.raises(Exception) as theirs:
+        upstream(*call, **kwargs)
+    with pytest.raises(type(theirs.value)) as ours:
+        entry()(*call, **kwargs)
+    assert str(ours.value) == str(theirs.value)
+    assert STATE.declined == {reason: 1}
+    assert on.decide(call, kwargs, "sm_90")[0] == Declined(reason)
+
+
+def test_lengths_of_k_and_v_that_differ_are_declined(on: serve.ServedCall) -> None:
+    args = _with(3, lambda v: v[:, :, 1:])  # never run: torch 2.13 reads past the end of v on a CPU
+    reason = "k is (2, 2, 8, 64), v (2, 2, 7, 64): they differ before the last dimension"
+    assert on.decide(args, {}, "sm_90")[0] == Declined(reason)
+
+
+def test_nested_tensors_are_declined(on: serve.ServedCall) -> None:
+    for layout, reason in ((torch.strided, "query is a nested tensor"), (torch.jagged, "query is a NestedTensor")):
+        nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+        decision = on.decide((Layer(), nested, nested, nested, None), {}, "sm_90")[0]
+        assert isinstance(decision, Declined) and decision.reason.startswith(reason)
+
+
+def test_sharded_tensors_are_declined(on: serve.ServedCall, tmp_path: Any) -> None:
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        q, k, v = (DTensor.from_local(x, mesh, [Replicate()]) for x in tensors())
+        assert on.decide((Layer(), q, k, v, None), {}, "sm_90")[0] == Declined("query is a DTensor, not a plain tensor")
+    finally:
+        distributed.destroy_process_group()
+
+
+#: (reason, keywords of `tensors`, what else): reached on fake CUDA tensors.
+GPU: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("no attention kernel for sm_90 yet: upstream's own code runs", {}, {}),
+    ("a gradient is needed, and attention has no backward yet", {}, {"grad": True}),
+    ("dtype=float32: only bfloat16 and float16", {}, {"dtype": torch.float32}),
+    ("an additive mask: only boolean ones", {}, {"mask": torch.bfloat16}),
+    ("head_dim=264 > 256", {"dims": (264, 264)}, {}),
+    ("head_dim=60 is no multiple of 8", {"dims": (60, 64)}, {}),
+    ("head_dim_v=0 is no multiple of 8", {"dims": (64, 0)}, {}),
+    ("head_dim=128, head_dim_v=64: they may differ as 192 and 128 only", {"dims": (128, 64)}, {}),
+    ("the last dimension of v is not contiguous", {}, {"strided": True}),
+    ("nothing to compute: batch=2, heads_q=4, seqlen_q=0", {"lengths": (0, 8)}, {}),
+    ("query is on cuda:0, other tensors on cpu", {}, {"mixed": True}),
+]
+
+
+@pytest.mark.parametrize(("reason", "sizes", "how"), GPU, ids=[row[0] for row in GPU])
+def test_gpu_reasons(
+    reason: str, sizes: dict[str, Any], how: dict[str, Any], on: serve.ServedCall, fake_cuda: Any
+) -> None:
+    with fake_cuda.mode, torch.device("cuda:0"):
+        q, k, v = (x.to(how.get("dtype", torch.bfloat16)) for x in tensors(**sizes))
+        mask = torch.ones(1, 1, 8, 8, dtype=how["mask"]) if "mask" in how else None
+        if "strided" in how:
+            v = torch.empty_strided(v.shape, (1024, 512, 1, 8), dtype=v.dtype)
+    if "mixed" in how:
+        k, reason = tensors()[1], "key is on cpu, other tensors on cuda:0"
+    q.requires_grad_("grad" in how)
+    assert on.decide((Layer(), q, k, v, mask), {}, "sm_90")[0] == Declined(reason)
+
+
+def test_latent_attention_is_within_the_limits(on: serve.ServedCall, fake_cuda: Any) -> None:
+    with fake_cuda.mode, torch.device("cuda:0"):
+        q, k, v = (x.bfloat16() for x in tensors(heads=(4, 4), dims=(192, 128)))
+    decision = on.decide((Layer(groups=1), q, k, v, None), {}, "sm_90")[0]
+    assert decision == Declined("no attention kernel for sm_90 yet: upstream's own code runs")
+
+
+def test_autocast_and_torch_s_own_choice(on: serve.ServedCall, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with fake_cuda.mode, torch.device("cuda:0"):
+        q, k, v = (x.bfloat16() for x in tensors())
+    call = (Layer(), q, k, v, None)
+    none_yet = Declined("no attention kernel for sm_90 yet: upstream's own code runs")
+    # what torch.autocast("cuda") does where there is a GPU; without one it warns and does nothing
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float16)
+    assert on.decide(call, {}, "sm_90")[0] == Declined("autocast to float16 is on, the tensors are bfloat16")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    assert on.decide(call, {}, "sm_90")[0] == none_yet
+    with sdpa_kernel(SDPBackend.MATH):
+        decision = on.decide(call, {}, "sm_90")[0]
+    assert decision == Declined("torch is told to use no attention backend but its math one")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert on.decide(call, {}, "sm_90")[0] == none_yet
+
+
+@torch.no_grad()
+def test_autocast_on_a_cpu(on: serve.ServedCall) -> None:
+    call = _plain()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = entry()(*call)[0], upstream(*call)[0]
+    assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
+    assert STATE.declined == {"autocast to bfloat16 is on, the tensors are float32": 1}
+
+
+def test_a_replaced_torch_attention_is_declined(on: serve.ServedCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = functional.scaled_dot_product_attention
+
+    def replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", replaced)
+    entry()(*_plain())
+    assert len(calls) == 1
+    reason = "torch.nn.functional.scaled_dot_product_attention was replaced by somebody else"
+    assert STATE.declined == {reason: 1}
+
+
+@pytest.fixture
+def chosen(on: serve.ServedCall, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A plan that would serve every call."""
+    monkeypatch.setattr(on.adapter, "plan", lambda facts, arch: Choice("attention", "any_fwd"))
+    monkeypatch.setattr(serve.certificates, "check", lambda *args, **kwargs: None)
+    on.plans.clear()
+    yield
+    on.plans.clear()
+
+
+@torch.no_grad()
+def test_there_is_nothing_to_launch(chosen: None) -> None:
+    call = _plain()
+    assert torch.equal(entry()(*call)[0], upstream(*call)[0])
+    assert STATE.declined == {"there is no attention.any_fwd to launch": 1}
+
+
+def test_what_watches_the_operators_declines_a_launch(chosen: None) -> None:
+    from torch.autograd import forward_ad
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watcher(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    layer, q, k, v, _ = _plain()
+
+    def weighted(q: torch.Tensor) -> torch.Tensor:
+        return entry()(layer, q, k, v, None)[0].sum()
+
+    with Watcher():
+        weighted(q)
+    with Counter():
+        weighted(q)
+    with forward_ad.dual_level():
+        weighted(q)
+    with torch.device("cpu"):
+        weighted(q)
+    torch.func.vmap(weighted)(q[None])
+    assert STATE.declined == {
+        "a torch function mode is active: Watcher": 1,
+        "a torch dispatch mode is active": 1,
+        "inside forward-mode differentiation": 1,
+        "there is no attention.any_fwd to launch": 1,
+        "inside a functorch transform (vmap, grad, ...)": 1,
+    }
+
+
+@torch.no_grad()
+def test_forward_mode_differentiation_keeps_its_tangent(on: serve.ServedCall) -> None:
+    from torch.autograd import forward_ad
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    layer, q, k, v, _ = _plain()
+    with forward_ad.dual_level(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        ours, theirs = (forward_ad.unpack_dual(f(layer, dual, k, v, None)[0]).tangent for f in (entry(), upstream))
+    assert theirs is not None and torch.equal(ours, theirs)
+
+
+@torch.no_grad()
+def test_tracing_records_what_upstream_would(on: serve.ServedCall) -> None:
+    layer, q, k, v, _ = _plain()
+
+    def graph(function: Callable[..., Any]) -> str:
+        traced = torch.jit.trace(lambda q, k, v: function(layer, q, k, v, None)[0], (q, k, v), check_trace=False)
+        return str(traced.inlined_graph)
+
+    nodes = [[line.split("#")[0] for line in graph(f).splitlines()] for f in (entry(), upstream)]
+    assert nodes[0] == nodes[1]
+    assert STATE.declined == {"torch.jit is tracing": 1}
+
+
+def test_export_takes_upstreams_code(on: serve.ServedCall) -> None:
+    class Module(Layer):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, None)[0]
+
+    call = tensors()
+    program = torch.export.export(Module(), call)
+    assert torch.equal(program.module()(*call), upstream(Layer(), *call, None)[0])
+    assert not STATE.served
+
+
+# --- Keywords -----------------------------------------------------------------------------------------------------
+
+
+def test_upstream_reads_no_keyword_that_is_not_declined() -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(upstream)))
+    read = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "kwargs" and isinstance(node.ctx, ast.Load):
+            uses = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.value is node]
+            assert uses and uses[0].attr == "get", "kwargs is used in a way that is not known here"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "kwargs.get":
+            read.add(node.args[0].value)
+    assert "output_attentions" in read
+    assert read <= set(attention.DECLINED_KEYWORDS)
+    assert not set(attention.DECLINED_KEYWORDS) & set(attention.IGNORED_KEYWORDS)
+
+
+@torch.no_grad()
+def test_keywords_that_upstream_ignores_change_nothing(on: serve.ServedCall) -> None:
+    call = _plain()
+    plain = on.decide(call, {}, "sm_90")
+    for name in (*attention.IGNORED_KEYWORDS, "unheard_of"):
+        assert on.decide(call, {name: 3}, "sm_90") == plain
+        assert torch.equal(upstream(*call, **{name: 3})[0], upstream(*call)[0])
+    for name in attention.DECLINED_KEYWORDS:
+        assert on.decide(call, {name: None}, "sm_90") == plain
+    assert on.decide(call, {"output_attentions": False}, "sm_90") == plain
+
+
+# --- Models -------------------------------------------------------------------------------------------------------
+
+
+def outputs(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Logits and all gradients of one training step."""
+    model.zero_grad()
+    result = model(tokens, labels=tokens)
+    result.loss.backward()
+    return [result.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def test_a_model_is_the_same_before_under_and_after() -> None:
+    print("seed", SEED)
+    torch.manual_seed(SEED)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    tokens = torch.randint(1, 100, (2, 8))
+    generate = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+    def run() -> list[torch.Tensor]:
+        found = outputs(model, tokens)
+        model.eval()
+        return [*found, model.generate(tokens, **generate)]
+
+    before = run()
+    with accel.accelerated("transformers.sdpa"):
+        under = run()
+        # 2 layers: one training step, then a prefill and five single tokens
+        assert STATE.declined == {"upstream's own code serves a CPU": 2 + 2 * 6}
+        assert not STATE.served
+    after = run()
+    for got in (under, after):
+        assert len(got) == len(before) and all(map(torch.equal, got, before))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    print("seed", SEED)
+    torch.manual_seed(SEED)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).train()
+    tokens = torch.randint(1, 100, (2, 8))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    before = outputs(model, tokens)
+    with accel.accelerated("transformers.sdpa"):
+        under = outputs(model, tokens)
+        assert sum(STATE.declined.values()) == 4  # 2 layers, forward and recomputation
+    assert all(map(torch.equal, under, before))
+
+
+def test_eager_models_are_untouched() -> None:
+    torch.manual_seed(SEED)
+    config = transformers.LlamaConfig(**TINY)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    tokens = torch.randint(1, 100, (2, 8))
+    before = outputs(model, tokens)
+    with accel.accelerated("transformers.sdpa"):
+        assert all(map(torch.equal, outputs(model, tokens), before))
+        assert not STATE.declined and not STATE.served
+
+
+@torch.no_grad()
+def test_interfaces_of_their_own_and_direct_look_ups_are_reached() -> None:
+    from transformers.models.doge import modeling_doge
+    from transformers.models.sam2 import modeling_sam2
+
+    accel.accelerate("transformers.sdpa")
+    assert modeling_doge.ALL_ATTENTION_FUNCTIONS is not ALL_ATTENTION_FUNCTIONS
+    assert modeling_doge.ALL_ATTENTION_FUNCTIONS["sdpa"] is entry()
+    assert modeling_doge.ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None) is entry()
+    assert modeling_sam2.ALL_ATTENTION_FUNCTIONS["sdpa"] is entry()
+    model = transformers.DogeForCausalLM(transformers.DogeConfig(**TINY, attn_implementation="sdpa")).eval()
+    model(torch.randint(1, 100, (2, 8)))
+    assert sum(STATE.declined.values()) == 2
+
+
+@torch.no_grad()
+def test_compiled_models_see_on_and_off() -> None:
+    torch.manual_seed(SEED)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).eval()
+    tokens = torch.randint(1, 100, (2, 8))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    before = compiled(tokens, use_cache=False).logits
+    with accel.accelerated("transformers.sdpa"):
+        assert torch.equal(compiled(tokens, use_cache=False).logits, before)
+        assert not STATE.declined, "a compiled call is not counted"
+    assert torch.equal(compiled(tokens, use_cache=False).logits, before)
+
+
+def test_explain_names_the_reason() -> None:
+    q, k, v = tensors()
+    assert accel.explain("transformers.sdpa", Layer(), q, k, v, None) == Declined("transformers.sdpa is off")
+    accel.accelerate("transformers.sdpa")
+    assert accel.explain("transformers.sdpa", Layer(), q, k, v, None) == Declined("upstream's own code serves a CPU")
+    assert not STATE.declined
+
+
+def test_run_refuses_a_choice_directly() -> None:
+    with pytest.raises(Decline, match=r"there is no attention\.sm90_fwd to launch"):
+        attention.Sdpa().run(Choice("attention", "sm90_fwd"))
