@@ -119,11 +119,13 @@ def command(arguments: argparse.Namespace) -> int:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     try:
         target = arguments.arch or settings.read().compile_target or _target_here()
-        with Progress(*columns, console=console, transient=True) as bar:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=None)
 
             def progress(name: str, index: int, count: int) -> None:
                 bar.update(task, description=escape(name), completed=index, total=count)
+                if not console.is_terminal:
+                    console.print(f"{index + 1}/{count} {escape(name)}", soft_wrap=True)
 
             report = build(target, arguments.family or None, progress=progress)
     except (RuntimeError, ValueError) as error:

@@ -182,7 +182,7 @@ def run_case(
     def failed(reason: str) -> CaseResult:
         return CaseResult(case.name, seed, kernels, name, failure=reason, note=note)
 
-    copies = {} if in_place else {key: _bits(t) for key, t in inputs.items() if isinstance(t, Tensor)}
+    copies = {} if in_place else {key: _memory(t).clone() for key, t in inputs.items() if isinstance(t, Tensor)}
     runs: list[Outputs] = []
     for _ in range(2 if getattr(case, "deterministic", True) else 1):
         given = make() if in_place else inputs
@@ -196,9 +196,9 @@ def run_case(
     ours = runs[0]
     if set(ours) != set(oracle) or set(theirs) != set(oracle):
         return failed(f"outputs {_listed(ours)}; the oracle has {_listed(oracle)}, the yardstick {_listed(theirs)}")
-    changed = [key for key, bits in copies.items() if not torch.equal(bits, _bits(inputs[key]))]
+    changed = [key for key, memory in copies.items() if not torch.equal(memory, _memory(inputs[key]))]
     if changed:
-        return failed(f"input {_listed(changed)} was changed by the call")
+        return failed(f"input {_listed(changed)} was changed by the call, or memory beside it")
     varying = [key for key in ours if not torch.equal(_bits(ours[key]), _bits(runs[-1][key]))]
     if varying:
         return failed(f"{_listed(varying)} differs between two runs on the same input")
@@ -306,6 +306,11 @@ def _bits(value: Tensor) -> Tensor:
     """A copy of a tensor's content as bytes: equal for equal NaNs, different for 0 and -0."""
     flat = value.detach().reshape(-1)
     return (flat if flat.data_ptr() != value.data_ptr() else flat.clone()).view(torch.uint8)
+
+
+def _memory(value: Tensor) -> Tensor:
+    """All bytes of the memory a tensor lies in, those between and around the elements of a view too."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
 
 
 def _release(device: torch.device) -> None:

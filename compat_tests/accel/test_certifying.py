@@ -261,7 +261,26 @@ def test_a_changed_input_fails(family: types.ModuleType) -> None:
         w.data[0, 0] += 1  # as a kernel does: autograd does not see it
         return y.detach().requires_grad_() + 0 * (x + w)
 
-    assert failure(family, ours=spoil).endswith("input w was changed by the call")
+    assert "input w was changed by the call" in failure(family, ours=spoil)
+
+
+def test_a_write_beside_a_view_fails(family: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """x is the left half of each row of a wider tensor, and the kernel writes one element too many."""
+    make = Case.make
+
+    def strided(self: Case, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        made = make(self, device, generator)
+        holder = torch.full((8, 2 * self.hidden), torch.nan)
+        made["x"] = holder[:, : self.hidden].copy_(made["x"].detach()).requires_grad_()
+        return made
+
+    def overrun(x: Tensor, w: Tensor) -> Tensor:
+        x.detach().as_strided((1,), (1,), storage_offset=x.shape[1]).zero_()
+        return x * w
+
+    monkeypatch.setattr(Case, "make", strided)
+    assert certify(family, Case()).failed == []
+    assert "input x was changed by the call, or memory beside it" in failure(family, ours=overrun)
 
 
 def test_in_place_cases_get_fresh_inputs(family: types.ModuleType) -> None:

@@ -446,3 +446,11 @@ def _say_once(what: object, message: str, *arguments: object) -> None:
             return
         _logged.add(what)
     _log.warning(message, *arguments)
+
+
+def _after_fork() -> None:
+    global _guard
+    _guard = threading.Lock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
