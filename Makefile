@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip --disable-pip-version-check -q
 
 TORCH        = torch==2.13.0
-NEWEST       = transformers==5.24.0 flash-linear-attention==0.6.0 diffusers==0.42.1
+NEWEST       = triton==3.9.0 transformers==5.24.0 flash-linear-attention==0.6.0 diffusers==0.42.1
 OLDEST       = transformers==5.17.0 flash-linear-attention==0.5.2 fla-core==0.5.2 triton==3.7.1 kernels==0.16.2
 
 .PHONY: demo test test-oldest check lint types clean
@@ -35,7 +35,6 @@ types: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -U pip
-	$(PIP) install $(TORCH)
 	$(PIP) install $(TORCH) $(NEWEST)
 	$(PIP) install $(TORCH) -e '.[cuda,fla,transformers,diffusers,test]'
 	touch $@

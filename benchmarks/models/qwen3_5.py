@@ -11,14 +11,20 @@ came second would find the plan made.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 
 import accel
-from benchmarks.timing import replace_rows, row
+from accel.certifying import families
+from accel.source_hash import source_hash
+from benchmarks.timing import Quantiles, Rows
 
 ROUNDS = 7
 
@@ -101,24 +107,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     options = parser.parse_args()
+    import transformers
+
     model = period()
-    rows = []
+    source = hashlib.sha256("".join(source_hash(family) for family in families()).encode()).hexdigest()
+    rows = Rows("models/qwen3_5.py", source, f"transformers {transformers.__version__}")
     for case in options.cases:
-        passes, measure = CASES[case]
-        times = measure(model)
-        for provider, values in times.items():
-            rows.append(
-                row(
-                    bench="models/qwen3_5.py", case=case, provider=provider, pass_=passes, values=values, unit="ms",
-                    upstream="transformers",
-                )
-            )  # fmt: skip
-        middle = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-        print(f"{case:28s} upstream {middle['upstream']:8.2f} ms  accel {middle['accel']:8.2f} ms", flush=True)
-        for line in accel.status():
-            if line.served or line.declined:
-                print(f"    {line.name}: served {line.kernels}, declined {line.declined}", flush=True)
-    replace_rows(options.out, rows)
+        passed, measure = CASES[case]
+        run = rows.run_id()
+        times = {provider: Quantiles.of(values) for provider, values in measure(model).items()}
+        for provider, quantiles in times.items():
+            rows.add(case, provider, passed, quantiles, run)
+        ours, theirs = times["accel"].p50, times["upstream"].p50
+        print(f"{case:24s} upstream {theirs:8.2f} ms  accel {ours:8.2f} ms  {theirs / ours:.2f}x", flush=True)
+    for status in accel.status():
+        if status.served or status.declined:
+            print(f"    {status.name}: served {status.kernels}, declined {status.declined}", flush=True)
+    rows.write(options.out)
 
 
 if __name__ == "__main__":
