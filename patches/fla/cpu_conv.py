@@ -48,7 +48,7 @@ def causal_conv1d(
     width = _check_weight(x, weight, activation)
     assert weight is not None  # checked above
     shape = x.shape
-    x = x.reshape(*shape[:2], -1).contiguous()
+    x = x.reshape(*shape[:2], weight.shape[0]).contiguous()
     batch, seqlen, dim = x.shape
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     if cu_seqlens is not None:
