@@ -53,6 +53,16 @@ def rebind(
     return made + (dispatch.entry(call.original, operation, call) if operation else [])
 
 
+def in_our_words(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of FLA under our ops' keywords, for the cases of a kernel family."""
+    names = {name: f"{name}_in_kernel" for name in ("use_qk_l2norm", "use_gate", "use_beta_sigmoid")}
+
+    def call(**arguments: Any) -> Any:
+        return function(**{names.get(name, name): value for name, value in arguments.items()})
+
+    return call
+
+
 def check_call(
     unknown: dict[str, Any],
     head_first: Any,

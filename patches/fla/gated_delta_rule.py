@@ -9,6 +9,7 @@ Not reached: references to `fused_recurrent_gated_delta_rule` kept in instances,
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -28,6 +29,7 @@ from ..portable import PortableAdapter
 from . import delta_rule as rule
 from .delta_rule import NOT_GIVEN
 
+CERTIFIES = "gated_delta_rule"
 Tensors = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -35,6 +37,19 @@ def patch(module: ModuleType, state: TargetState) -> Iterable[Rebinding]:
     if state.name == "fla.gated_delta_rule":
         return rule.rebind(module, "chunk_gated_delta_rule", ChunkGatedDeltaRule, "gated_delta_rule", state)
     return rule.rebind(module, "fused_recurrent_gated_delta_rule", FusedRecurrentGatedDeltaRule, None, state)
+
+
+def upstream(case: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
+    """FLA's results and gradients for a case of the family; None for the recurrent ones, without a gradient there."""
+    if case.call != "chunk_gated_delta_rule":
+        return None
+    function = rule.in_our_words(importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule)
+
+    def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = case.call_with(function, inputs)
+        return outputs
+
+    return run
 
 
 class ChunkGatedDeltaRule(PortableAdapter):

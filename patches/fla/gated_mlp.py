@@ -69,8 +69,9 @@ class GatedMLP(PortableAdapter):
 
         Read anew in every call: weights change dtype and device in place, hooks come and go.
         """
-        if type(module) is not self.cls:
-            raise Decline(f"{type(module).__name__} is a subclass of GatedMLP")
+        kind: Any = type(module)
+        if kind is not self.cls:
+            raise Decline(f"{kind.__name__} is a subclass of GatedMLP")
         if "forward" in module.__dict__:
             raise Decline("the module has a forward of its own")
         if module.hidden_act != "swish":
@@ -89,7 +90,7 @@ class GatedMLP(PortableAdapter):
 
     def _check_fused(self, layer: nn.Module | None) -> None:
         """The layer that fuses activation and down projection: tensor parallelism hooks it."""
-        if type(layer) is not self.swiglu_linear:
+        if layer is None or type(layer) is not self.swiglu_linear:
             raise Decline(f"{FUSED} is a {type(layer).__name__}, not SwiGLULinear")
         modules.untouched(FUSED, layer)
         if vars(self.swiglu_linear)["forward"] is not self.swiglu_linear_forward:

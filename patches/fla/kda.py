@@ -10,6 +10,7 @@ of FLA that other packages carry.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -29,6 +30,7 @@ from ..portable import PortableAdapter
 from . import delta_rule as rule
 from .delta_rule import NOT_GIVEN
 
+CERTIFIES = "kda"
 Tensors = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -36,6 +38,19 @@ def patch(module: ModuleType, state: TargetState) -> Iterable[Rebinding]:
     if state.name == "fla.kda":
         return rule.rebind(module, "chunk_kda", ChunkKda, "kda", state)
     return rule.rebind(module, "fused_recurrent_kda", FusedRecurrentKda, None, state)
+
+
+def upstream(case: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
+    """FLA's results and gradients for a case of the family; None for the recurrent ones, without a gradient there."""
+    if case.call != "chunk_kda":
+        return None
+    function = rule.in_our_words(importlib.import_module("fla.ops.kda").chunk_kda)
+
+    def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = case.call_with(function, inputs)
+        return outputs
+
+    return run
 
 
 class ChunkKda(PortableAdapter):
