@@ -142,7 +142,7 @@ def layout(tensor: torch.Tensor) -> str:
         return "aligned"
     for size, stride in zip(tensor.shape[:-1], strides[:-1], strict=True):
         if size > 1:
-            offset |= stride
+            offset |= int(stride)
     return "rows" if offset % unit else "aligned"
 
 
