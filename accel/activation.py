@@ -268,8 +268,11 @@ def _patch(state: TargetState, module: ModuleType) -> int:
     except Exception as error:
         reason = f"patching {module.__name__} failed: {type(error).__name__}: {error}"
         with _lock:
+            first = not state.failures
             state.failures[module.__name__] = reason
-        log.exception("accel: %s: %s; upstream's own code runs", state.name, reason)
+        # One trace is enough: what an adapter fails on in one modeling file, it fails on in hundreds.
+        level = logging.ERROR if first else logging.INFO
+        log.log(level, "accel: %s: %s; upstream's own code runs", state.name, reason, exc_info=error if first else None)
         return 0
 
 

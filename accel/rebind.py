@@ -27,23 +27,34 @@ class Rebinding(Protocol):
 class Attribute:
     """An attribute of one module or class, e.g. `GatedMLP.forward`."""
 
-    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
-        self.owner, self.name, self.replacement = owner, name, replacement
-        self.original: Any = vars(owner)[name]
+    def __init__(self, owner: Any, name: str, replacement: Any, original: Any) -> None:
+        self.owner, self.name, self.replacement, self.original = owner, name, replacement, original
+        self.applied = False
 
     def apply(self) -> bool:
-        if vars(self.owner)[self.name] is not self.original:
+        current = vars(self.owner).get(self.name, _MISSING)
+        if current is self.original:
+            setattr(self.owner, self.name, self.replacement)
+        elif current is not self.replacement or self.applied:
             return False
-        setattr(self.owner, self.name, self.replacement)
+        self.applied = True  # also where ours was left in place: it is on record from now on
         return True
 
     def undo(self) -> list[str]:
+        self.applied = False
         current = vars(self.owner).get(self.name, _MISSING)
         if current is self.replacement:
             setattr(self.owner, self.name, self.original)
         elif current is not self.original:
             return [f"{name_of(self.owner)}.{self.name} is now {name_of(current)}"]
         return []
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Attribute):
+            return False
+        return self.owner is other.owner and self.name == other.name and self.replacement is other.replacement
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Inside:
@@ -61,27 +72,43 @@ class Inside:
         self.applied = False
         return [f"{self.label} is {name_of(self.read())}"]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Inside) and self.label == other.label
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 class Entry:
     """An entry of a registry that is read and written by functions of its own."""
 
-    def __init__(self, label: str, read: Callable[[], Any], write: Callable[[Any], None], replacement: Any) -> None:
-        self.label, self.read, self.write, self.replacement = label, read, write, replacement
-        self.original = read()
+    def __init__(
+        self, label: str, read: Callable[[], Any], write: Callable[[Any], None], replacement: Any, original: Any
+    ) -> None:
+        self.label, self.read, self.write, self.replacement, self.original = label, read, write, replacement, original
+        self.applied = False
 
     def apply(self) -> bool:
-        if self.read() is not self.original:
+        current = self.read()
+        if current is self.original:
+            self.write(self.replacement)
+        elif current is not self.replacement or self.applied:
             return False
-        self.write(self.replacement)
+        self.applied = True
         return True
 
     def undo(self) -> list[str]:
+        self.applied = False
         current = self.read()
         if current is self.replacement:
             self.write(self.original)
         elif current is not self.original:
             return [f"{self.label} is now {name_of(current)}"]
         return []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entry) and self.label == other.label and self.replacement is other.replacement
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Everywhere:
@@ -95,9 +122,10 @@ class Everywhere:
     def __init__(self, original: Any, replacement: Any, prefixes: tuple[str, ...] = ("transformers",)) -> None:
         self.original, self.replacement, self.prefixes = original, replacement, prefixes
         self.holders: set[tuple[str, str]] = set()
+        self.applied = False
 
     def apply(self) -> bool:
-        changed = False
+        changed, self.applied = not self.applied, True
         for module, name in _attributes_holding(self.original):
             setattr(module, name, self.replacement)
             self.holders.add((module.__name__, name))
@@ -108,6 +136,7 @@ class Everywhere:
         return changed
 
     def undo(self) -> list[str]:
+        self.applied = False
         for module, name in _attributes_holding(self.replacement):
             setattr(module, name, self.original)
         for cell in self._cells_holding(self.replacement):
@@ -119,6 +148,11 @@ class Everywhere:
                 left.append(f"{module_name}.{name} is now {name_of(current)}")
         self.holders.clear()
         return left
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Everywhere) and self.replacement is other.replacement
+
+    __hash__ = None  # type: ignore[assignment]
 
     def _cells_holding(self, value: Any) -> Iterator[CellType]:
         for module_name, module in list(sys.modules.items()):
@@ -153,6 +187,8 @@ def _cells_of(function: Any, value: Any, module_name: str) -> Iterator[CellType]
 
 def name_of(value: Any) -> str:
     """What to call a function or class in a message."""
-    if value is _MISSING:
+    if value is _MISSING or value is None:
         return "gone"
+    if isinstance(value, ModuleType):
+        return value.__name__
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"

@@ -76,9 +76,9 @@ def explain(target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choi
         call = serve.wrapped_call(target)
         if call is None:
             raise ValueError(f"{target!r} is not served by accel here; name a target instead")
-        return call.decide(args, kwargs)[0]
+        return call.explain(args, kwargs)
     state = _state(target)
-    outcomes = [served.decide(args, kwargs)[0] for served in serve.calls_of(state)]
+    outcomes = [served.explain(args, kwargs) for served in serve.calls_of(state)]
     if not outcomes:
         return Declined(f"{target} is {state.state}")
     for outcome in outcomes:

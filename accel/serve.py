@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -13,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from . import certificates, verify
+from . import certificates, checkpoint, verify
 from .outcome import Choice, CompileError, Decline, Declined
 from .rebind import Attribute, Entry, Everywhere, Inside, Rebinding, name_of
 from .state import TargetState, policy
@@ -44,6 +45,8 @@ class Adapter(Protocol):
 
 _TRACING = Declined("torch.jit is tracing")
 _QUARANTINED = Declined("quarantined: an earlier call of this configuration failed; see the log")
+_RECOMPUTED = Declined("recomputed as its forward ran: upstream")
+_OFF = Declined("the target is off")
 
 
 class _Deciding(threading.local):
@@ -78,33 +81,42 @@ def wrap(original: Callable[..., Any], adapter: Adapter, state: TargetState) -> 
         return original(*args, **kwargs)
 
     wrapper.__accel__ = call  # type: ignore[attr-defined]
-    state.wrappers[id(original)] = wrapper
-    return wrapper
+    with state.lock:  # another thread may have been faster
+        return state.wrappers.setdefault(id(original), wrapper)
 
 
 def attribute(owner: Any, name: str, adapter: Adapter, state: TargetState) -> list[Rebinding]:
     """The rebinding that serves `owner.name` (a module's or class's own attribute) through `adapter`.
 
-    Nothing if the owner lacks it or ours is in place; a mere note if ours is inside somebody else's wrapper.
+    Nothing if the owner lacks it; a mere note if ours is inside somebody else's wrapper.
     """
     current = vars(owner).get(name)
     if current is None:
         return []
-    call = wrapped_call(current, state)
+    label = f"{name_of(owner)}.{name}"
+    call = _behind(current, label, state)
     if call is None:
-        return [Attribute(owner, name, wrap(current, adapter, state))]
-    return [] if state.wrappers.get(id(call.original)) is current else [_inside(owner, name)]
+        return [Attribute(owner, name, _placed(label, current, adapter, state), current)]
+    if state.wrappers[id(call.original)] is current:
+        return [Attribute(owner, name, current, call.original)]
+    return [Inside(label, lambda: vars(owner).get(name))]
 
 
 def everywhere(owner: Any, name: str, adapter: Adapter, state: TargetState) -> list[Rebinding]:
-    """The rebinding that serves the function defined as `owner.name` wherever it is held, under any name."""
+    """The rebinding that serves the function defined as `owner.name` wherever it is held, under any name.
+
+    Nothing if the owner lacks it; a mere note if ours is inside somebody else's wrapper.
+    """
     current = vars(owner).get(name)
     if current is None:
         return []
-    call = wrapped_call(current, state)
+    label = f"{name_of(owner)}.{name}"
+    call = _behind(current, label, state)
     if call is None:
-        return [Everywhere(current, wrap(current, adapter, state))]
-    return [] if state.wrappers.get(id(call.original)) is current else [_inside(owner, name)]
+        return [Everywhere(current, _placed(label, current, adapter, state))]
+    if state.wrappers[id(call.original)] is current:
+        return [Everywhere(call.original, current)]
+    return [Inside(label, lambda: vars(owner).get(name))]
 
 
 def entry(
@@ -121,16 +133,14 @@ def entry(
     Raises LookupError where it is neither ours nor `own`, the library's function for it: somebody chose another one.
     """
     current = read()
-    call = wrapped_call(current, state)
+    call = _behind(current, label, state)
     if call is None:
         if current is not own:
             raise LookupError(f"{label} is {name_of(current)}, not the library's own function, and stays so")
-        return [Entry(label, read, write, wrap(current, adapter, state))]
-    return [] if state.wrappers.get(id(call.original)) is current else [Inside(label, read)]
-
-
-def _inside(owner: Any, name: str) -> Inside:
-    return Inside(f"{name_of(owner)}.{name}", lambda: vars(owner).get(name))
+        return [Entry(label, read, write, _placed(label, current, adapter, state), current)]
+    if state.wrappers[id(call.original)] is current:
+        return [Entry(label, read, write, current, call.original)]
+    return [Inside(label, read)]
 
 
 def wrapped_call(function: Any, state: TargetState | None = None) -> ServedCall | None:
@@ -140,6 +150,26 @@ def wrapped_call(function: Any, state: TargetState | None = None) -> ServedCall 
         if isinstance(call, ServedCall) and (state is None or call.state is state):
             return call
         function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _placed(label: str, original: Any, adapter: Adapter, state: TargetState) -> Callable[..., Any]:
+    """The wrapper of `original`, which remembers where it was put."""
+    wrapper = wrap(original, adapter, state)
+    wrapper.__accel__.places.add(label)  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _behind(function: Any, label: str, state: TargetState) -> ServedCall | None:
+    """Our call behind what is found at `label` now, also under a wrapper that does not tell what it wraps."""
+    call = wrapped_call(function, state)
+    if call is not None:
+        return call
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            call = wrapped_call(cell.cell_contents, state)
+            if call is not None and label in call.places:
+                return call
     return None
 
 
@@ -165,16 +195,15 @@ class ServedCall:
         self.original, self.adapter, self.state = original, adapter, state
         self.family = adapter.family
         self._alone = frozenset((adapter.family,))
+        self.places: set[str] = set()  #: where the wrapper was put, each a label
         self.plans: dict[tuple[Hashable, str], Choice | Declined] = {}
         self.quarantined: dict[tuple[Hashable, str], str] = {}
-        #: Quarantined configurations that have gone upstream since, outside a backward pass. A recomputation takes the
-        #: route its forward took: ours until then, whatever restore, quarantine or verification changed meanwhile.
-        self.rerouted: dict[tuple[Hashable, str], Declined] = {}
+        self.verified: dict[tuple[Hashable, str], int] = {}  #: calls that were compared with upstream
 
     def decide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], arch: str | None = None
     ) -> tuple[Choice | Declined, tuple[Hashable, str] | None]:
-        """The decision, from metadata alone, and the configuration it holds for (None: declined before a plan)."""
+        """The plan's decision, from metadata alone, and the configuration it is for (None: declined before a plan)."""
         if torch._C._get_tracing_state() is not None:  # sizes are tensors there, and reading them is recorded
             return _TRACING, None
         try:
@@ -194,28 +223,30 @@ class ServedCall:
             _remember(self.plans, key, decision)
         return decision, key
 
+    def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | Declined:
+        """What would become of a call made now. Runs, launches and counts nothing."""
+        decision, key = self.decide(args, kwargs)
+        return _QUARANTINED if key in self.quarantined else decision
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.family in _deciding.families:
             return self.original(*args, **kwargs)
         decision, key = self.decide(args, kwargs)
-        if type(decision) is Choice and key is not None:
-            decision = self._route(decision, key)
-        if type(decision) is Choice and key is not None:
-            try:
-                result = self._run(decision, key, args, kwargs)
-            except Decline as decline:
-                decision = Declined(decline.reason)
-            except CompileError as error:
-                if policy.strict:
-                    raise
-                self.quarantine(key, str(error))
-                decision = Declined("its kernel failed to compile; see the log")
-            else:
-                self.state.count_served(str(decision.kernel))
-                return result
-        assert isinstance(decision, Declined)
-        self.state.count_declined(decision.reason)
-        return self.upstream(args, kwargs)
+        if type(decision) is not Choice or key is None:
+            return self._declined(decision, args, kwargs)
+        here = checkpoint.region()
+        if here is not None and here[1]:  # run again: as it ran before
+            return self._again(decision, here[0].replay((id(self), key)), args, kwargs)
+        if key in self.quarantined:
+            decision, result = _QUARANTINED, None
+        else:
+            decision, result = self._serve(decision, key, args, kwargs)
+        served = type(decision) is Choice
+        if here is not None:
+            here[0].record((id(self), key), served)
+        if served:
+            return result
+        return self._declined(decision, args, kwargs)
 
     def upstream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original, with our other wrappers of the same family on its way told that this call is decided."""
@@ -231,22 +262,45 @@ class ServedCall:
         self.quarantined[key] = why
         self.state.log_once(logging.ERROR, f"quarantined {key[0]} on {key[1]}: {why}")
 
-    def _route(self, choice: Choice, key: tuple[Hashable, str]) -> Choice | Declined:
-        if not self.quarantined:
-            return choice
-        if recomputing():
-            return self.rerouted.get(key, choice)
-        if key not in self.quarantined:
-            return choice
-        return self.rerouted.setdefault(key, _QUARANTINED)
+    def _declined(self, decision: Choice | Declined, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.state.on:  # off: a recomputation of what ran before it was switched off
+            assert isinstance(decision, Declined)
+            self.state.count_declined(decision.reason)
+        return self.upstream(args, kwargs)
 
-    def _run(self, choice: Choice, key: tuple[Hashable, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if choice.kernel != "portable":
-            decline_ambient()
-        comparable = not self.adapter.in_place and key[1] not in getattr(self.adapter, "upstream_cannot_run_on", ())
-        if policy.verify and comparable and verify.due(self, key):
-            return verify.run_both(self, choice, key, args, kwargs)
-        return self.adapter.run(choice, *args, **kwargs)
+    def _serve(
+        self, choice: Choice, key: tuple[Hashable, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Choice | Declined, Any]:
+        """Serve the call: the choice and the result, or why upstream has to run it after all."""
+        if not self.state.on:
+            return _OFF, None
+        try:
+            if choice.kernel != "portable":
+                decline_ambient()
+            if policy.verify and verify.due(self, key):
+                result, problem = verify.run_both(self, choice, key, args, kwargs)
+                if problem is not None:
+                    return Declined(problem), None
+            else:
+                result = self.adapter.run(choice, *args, **kwargs)
+        except Decline as decline:
+            return Declined(decline.reason), None
+        except CompileError as error:
+            if policy.strict:
+                raise
+            self.quarantine(key, str(error))
+            return Declined("its kernel failed to compile; see the log"), None
+        self.state.count_served(choice.kernel)
+        return choice, result
+
+    def _again(self, choice: Choice, served: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of a checkpointed region again, on the route it took before."""
+        if not served:
+            return self._declined(_RECOMPUTED, args, kwargs)
+        result = self.adapter.run(choice, *args, **kwargs)
+        if self.state.on:
+            self.state.count_served(choice.kernel)
+        return result
 
 
 def decline_ambient() -> None:

@@ -1,18 +1,19 @@
 """Shadow verification: run the first calls of each configuration on both sides, compare, quarantine on a mismatch.
 
 Switched on by ACCEL_VERIFY=n. The caller gets our result while it agrees and upstream's when it does not. Off under
-graph capture, in a checkpoint's recomputation, and for calls that write to their arguments.
+graph capture, in a checkpoint's recomputation, for calls that write to their arguments, and where upstream cannot run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import checkpoint
 from .outcome import Choice
 from .state import policy
 
@@ -22,39 +23,54 @@ if TYPE_CHECKING:
 #: ||ours - upstream|| / ||upstream|| up to which two correct results may differ: both round to the dtype, at other
 #: places. About four roundings of it.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-6}
+#: Configurations compared per callable. Facts may carry lengths, so there may be any number of them.
+COMPARED = 4096
 
-_lock = threading.Lock()
-_seen: dict[tuple[int, Hashable], int] = {}
 
-
-def due(call: ServedCall, key: Hashable) -> bool:
+def due(call: ServedCall, key: tuple[Hashable, str]) -> bool:
     """Whether this call is one of the first `policy.verify` of its configuration, and may be run twice."""
+    if call.adapter.in_place or key[1] in getattr(call.adapter, "upstream_cannot_run_on", ()):
+        return False
     if torch._C._current_graph_task_id() != -1:
         return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if key[1] != "cpu" and torch.cuda.is_current_stream_capturing():
         return False
-    with _lock:
-        seen = _seen.get((id(call), key), 0)
-        if seen >= policy.verify or len(_seen) >= 4096:
+    with call.state.lock:
+        seen = call.verified.get(key, 0)
+        if seen >= policy.verify or (seen == 0 and len(call.verified) >= COMPARED):
             return False
-        _seen[id(call), key] = seen + 1
+        call.verified[key] = seen + 1
     return True
 
 
 def run_both(
     call: ServedCall, choice: Choice, key: tuple[Hashable, str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Both results; ours if they agree, else upstream's with the configuration quarantined."""
-    theirs = call.upstream(args, kwargs)
-    ours = call.adapter.run(choice, *args, **kwargs)
-    problem = difference(ours, theirs)
+) -> tuple[Any, str | None]:
+    """Our result and None if both sides agree; else nothing, and why upstream has to run the call: it is quarantined.
+
+    Where somebody watches what is saved for backward, a checkpoint above all, the comparison is kept from them, and the
+    call they see is run afterwards.
+    """
+    watched = checkpoint.watched()
+    with checkpoint.unwatched() if watched else contextlib.nullcontext():
+        try:
+            theirs = call.upstream(args, kwargs)
+        # Policy: to verify must not fail a call that would be served without it. A broken device fails ours as well.
+        except Exception as error:
+            call.state.log_once(logging.WARNING, f"not verified, upstream raised {type(error).__name__}: {error}")
+            ours, problem, again = None, None, True
+        else:
+            ours = call.adapter.run(choice, *args, **kwargs)
+            problem, again = difference(ours, theirs), watched
+            if problem is None:
+                call.state.log_once(logging.INFO, f"verified {choice} for {key[0]}")
     if problem is None:
-        call.state.log_once(logging.INFO, f"verified {choice} for {key[0]}")
-        return ours
-    call.quarantine(key, f"{choice} disagrees with upstream: {problem}")
+        return call.adapter.run(choice, *args, **kwargs) if again else ours, None
+    problem = f"{choice} disagrees with upstream: {problem}"
+    call.quarantine(key, problem)
     if policy.strict:
-        raise RuntimeError(f"{call.state.name}: {choice} disagrees with upstream: {problem}")
-    return theirs
+        raise RuntimeError(f"{call.state.name}: {problem}")
+    return None, problem
 
 
 def difference(ours: Any, theirs: Any) -> str | None:
