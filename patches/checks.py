@@ -26,6 +26,7 @@ def plain(**tensors: torch.Tensor | None) -> torch.device:
     A parameter name is given per tensor, for the reason. None is an argument that was left out.
     """
     device: torch.device | None = None
+    tracing = torch.compiler.is_compiling()  # Dynamo cannot ask for the negative bit
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -35,7 +36,7 @@ def plain(**tensors: torch.Tensor | None) -> torch.device:
             raise Decline(f"{name} is a nested tensor")
         if tensor.layout is not _STRIDED:
             raise Decline(f"{name} has layout {tensor.layout}")
-        if tensor.is_neg():
+        if not tracing and tensor.is_neg():
             raise Decline(f"{name} is a view that is negated when read")
         if device is None:
             device = tensor.device
