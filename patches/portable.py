@@ -14,7 +14,7 @@ class PortableAdapter:
     """For upstreams that cannot run on a CPU, where the portable op serves; it is traceable itself."""
 
     in_place = False
-    upstream_cannot_run_on = (CPU,)
+    upstream_cannot_run_on: tuple[str, ...] = (CPU,)
     facts: Callable[..., Any]
     plan: Callable[..., Any]
     run: Callable[..., Any]
