@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,11 @@ def measure(rows: Rows, case: str, bandwidth: float, rounds: int) -> None:
 # --- Launch configurations side by side ----------------------------------------------------------------------------
 
 
-def sweep(direction: str, rounds: int) -> None:
+def sweep(direction: str, cases: Iterable[str], rounds: int) -> None:
     arch = archs.cuda_arch(torch.cuda.current_device())
     target = archs.compile_target(arch)
-    for case, (n, hidden, gated) in CASES.items():
+    for case in cases:
+        n, hidden, gated = CASES[case]
         s = setup(n, hidden, gated)
         facts = launch.facts_of(
             s.x[0],
@@ -176,50 +178,37 @@ def _candidate(s: Setup, loaded: launch.Loaded, direction: str) -> Callable[[int
 
 def label(config: FwdConfig | BwdConfig) -> str:
     text = f"{config.threads_per_row} x {config.rows_per_cta} threads, {config.vectors_per_thread} vectors"
-    if isinstance(config, BwdConfig):
-        return f"{text}, {config.stages} stages, {config.ctas_per_sm} CTAs"
-    return f"{text}, min {config.min_ctas_per_sm} CTAs"
+    text += ", overlap" if config.overlap else ""
+    return f"{text}, {config.stages} stages, {config.ctas_per_sm} CTAs" if isinstance(config, BwdConfig) else text
 
 
-def forward_candidates(configs: NormConfigs) -> Iterator[FwdConfig]:
+def forward_candidates(configs: NormConfigs) -> list[FwdConfig]:
+    """One to four vectors a thread, small and large CTAs, with and without overlap."""
     base = configs.forward
-    yield base
-    seen = {base}
-    for tpr in (2, 4, 8, 16, 32, 64, 128, 256, 512):
-        if not 1 <= base.vectors / tpr <= 8:
-            continue
+    found = [base, dataclasses.replace(base, overlap=False)]
+    for count in (1, 2, 4):
         for threads in (64, 128, 256, 512):
-            if threads < tpr:
-                continue
-            config = dataclasses.replace(base, threads_per_row=tpr, rows_per_cta=threads // tpr)
-            if config not in seen:
-                seen.add(config)
-                yield config
+            tpr = base.vectors // count
+            if tpr <= threads and not (tpr & (tpr - 1)):
+                found.append(dataclasses.replace(base, threads_per_row=tpr, rows_per_cta=threads // tpr))
+    return list(dict.fromkeys(found))
 
 
-def backward_candidates(configs: NormConfigs, arch: str) -> Iterator[BwdConfig]:
-    base = configs.backward
-    yield base
-    seen = {base}
-    limits = archs.limits(arch)
-    for tpr in (2, 4, 8, 16, 32, 64, 128, 256, 512):
-        if not 2 <= base.vectors / tpr <= 4:
+def backward_candidates(configs: NormConfigs, arch: str) -> list[BwdConfig]:
+    """Around the plan: vectors a thread, rows, stages and CTAs, within shared memory and 64 KB or more in flight."""
+    base, limits = configs.backward, archs.limits(arch)
+    found = [base, dataclasses.replace(base, overlap=False)]
+    for count, threads, ctas, stages in itertools.product((2, 4), (256, 512), (1, 2), (2, 3)):
+        tpr = base.vectors // count
+        if tpr > threads or ctas * threads > 512:
             continue
-        for threads in (128, 256, 512):
-            for ctas in (1, 2, 3, 4):
-                for stages in (2, 3):
-                    if threads < tpr or ctas * threads > 1024:
-                        continue
-                    rows = threads // tpr
-                    config = dataclasses.replace(
-                        base, threads_per_row=tpr, rows_per_cta=rows, stages=stages, ctas_per_sm=ctas
-                    )
-                    budget = min(limits.smem_per_cta, limits.smem_per_sm // ctas - limits.smem_reserved)
-                    flight = ctas * config.ring_bytes * (stages - 1) // stages
-                    if config in seen or config.smem_bytes > budget or flight < 64 * 1024:
-                        continue
-                    seen.add(config)
-                    yield config
+        config = dataclasses.replace(
+            base, threads_per_row=tpr, rows_per_cta=threads // tpr, stages=stages, ctas_per_sm=ctas
+        )
+        budget = min(limits.smem_per_cta, limits.smem_per_sm // ctas - limits.smem_reserved)
+        if config.smem_bytes <= budget and ctas * config.ring_bytes * (stages - 1) // stages >= 64 * 1024:
+            found.append(config)
+    return list(dict.fromkeys(found))
 
 
 def main() -> None:
@@ -232,7 +221,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed")
     if args.sweep:
-        sweep(args.sweep, args.rounds)
+        sweep(args.sweep, args.case or CASES, args.rounds)
         return
     import transformers
 

@@ -177,6 +177,7 @@ def test_configs_check_themselves() -> None:
         two_level=False,
         threads_per_row=128,
         rows_per_cta=1,
+        overlap=False,
     )
     FwdConfig(**good)
     for field, value in (

@@ -75,10 +75,14 @@ class NormBackward:
             block=[c.threads, 1, 1],
             min_blocks_per_mp=c.ctas_per_sm,
             preferred_smem_carveout=100,
+            use_pdl=c.overlap,
             stream=stream,
         )
         self.reduce_partials(mPartial, mDw).launch(
-            grid=[cute.ceil_div(c.hidden, WARP), 1, 1], block=[WARP * c.reduce_warps, 1, 1], stream=stream
+            grid=[cute.ceil_div(c.hidden, WARP), 1, 1],
+            block=[WARP * c.reduce_warps, 1, 1],
+            use_pdl=c.overlap,
+            stream=stream,
         )
 
     @cute.kernel
@@ -111,12 +115,16 @@ class NormBackward:
             cute.make_layout((vec, c.threads, count), stride=(1, vec, vec * c.threads)),
         )
 
-        rW = cute.make_rmem_tensor((vec, count), wdtype)
-        rW.fill(0.0)
+        if const_expr(c.overlap):
+            cute.arch.griddepcontrol_wait()
+
         gW = thread_view(mW.iterator, lane, vec, tpr, count)
-        for i in cutlass.range_constexpr(count):
-            if const_expr((i + 1) * tpr <= c.vectors) or lane + i * tpr < c.vectors:
-                copy_vector(load_atom(wdtype, False), gW[None, i], rW[None, i])
+        tW = gW
+        if const_expr(not c.reload_weight):
+            tW = cute.make_rmem_tensor((vec, count), wdtype)
+            for i in cutlass.range_constexpr(count):
+                if const_expr((i + 1) * tpr <= c.vectors) or lane + i * tpr < c.vectors:
+                    copy_vector(load_atom(wdtype, False), gW[None, i], tW[None, i])
         tDw = cute.make_rmem_tensor((vec, count), Float32)
         tDw.fill(0.0)
 
@@ -135,10 +143,12 @@ class NormBackward:
             )
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(stages - 1)
-            self.one_row(mDx, mDg, sX, sDy, sG, rW, tDw, sSums, row, rows, inner, eps, lane, slot, tid, stage, step % 2)
+            self.one_row(mDx, mDg, sX, sDy, sG, tW, tDw, sSums, row, rows, inner, eps, lane, slot, tid, stage, step % 2)
             base += stride
             step += 1
         cute.arch.cp_async_wait_group(0)
+        if const_expr(c.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
 
         # The row slots of a CTA own the same columns: slot 0 adds them in order.
         if const_expr(c.rows_per_cta > 1):
@@ -182,7 +192,7 @@ class NormBackward:
                         copy_vector(async_atom(dtype), gG[None, i], sG[None, i, stage])
 
     @cute.jit
-    def one_row(self, mDx, mDg, sX, sDy, sG, rW, tDw, sSums, row, rows, inner, eps, lane, slot, tid, stage, parity):
+    def one_row(self, mDx, mDg, sX, sDy, sG, tW, tDw, sSums, row, rows, inner, eps, lane, slot, tid, stage, parity):
         """dx, dgate and the contribution to dweight of one row; every thread of the CTA takes part in the row sums."""
         c = self.config
         dtype = DTYPES[c.dtype]
@@ -195,7 +205,7 @@ class NormBackward:
             for i in cutlass.range_constexpr(count):
                 if const_expr((i + 1) * tpr <= c.vectors) or lane + i * tpr < c.vectors:
                     x = sX[None, i, stage].load().to(Float32)
-                    g = sDy[None, i, stage].load().to(Float32) * self.effective(rW[None, i].load())
+                    g = sDy[None, i, stage].load().to(Float32) * self.effective(tW[None, i])
                     if const_expr(c.gated):
                         g = g * self.activate(sG[None, i, stage].load())[0]
                     squares.store(squares.load() + x * x)
@@ -221,7 +231,7 @@ class NormBackward:
                 if const_expr((i + 1) * tpr <= c.vectors) or lane + i * tpr < c.vectors:
                     normed = sX[None, i, stage].load().to(Float32) * rstd
                     dy = sDy[None, i, stage].load().to(Float32)
-                    weight = self.effective(rW[None, i].load())
+                    weight = self.effective(tW[None, i])
                     if const_expr(c.gated):
                         act, slope = self.activate(sG[None, i, stage].load())
                         rOut.store((dy * (weight * normed) * slope).to(dtype))
@@ -232,8 +242,14 @@ class NormBackward:
                     copy_vector(plain_atom(dtype), rOut, gDx[None, i])
 
     @cute.jit
-    def effective(self, w):
-        weight = w.to(Float32)
+    def effective(self, tW):
+        """A vector of the weight in fp32, from registers, or from the L1 where registers are short."""
+        if const_expr(self.config.reload_weight):
+            rW = cute.make_rmem_tensor((self.config.vector,), tW.element_type)
+            copy_vector(load_atom(tW.element_type, False), tW, rW)
+            weight = rW.load().to(Float32)
+        else:
+            weight = tW.load().to(Float32)
         return 1.0 + weight if const_expr(self.config.form == "zero_centred") else weight
 
     @cute.jit
@@ -255,6 +271,9 @@ class NormBackward:
         warp, column = tid // WARP, bid * WARP + tid % WARP
         smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout((WARP, c.reduce_warps)), byte_alignment=16)
+        if const_expr(c.overlap):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         total = Float32(0.0)
         if column < c.hidden:
             for r in cutlass.range(warp, mPartial.shape[0], c.reduce_warps, unroll=8):
@@ -279,11 +298,11 @@ def build(config: BwdConfig):
     rows = tuple(cute.sym_int32() for _ in range(2 if c.two_level else 1))
 
     def like(dtype: str):
-        return fake_rows(dtype, c.hidden, c.vector, c.two_level, rows)
+        return fake_rows(dtype, c.hidden, rows)
 
     gate = (like(c.dtype),) if c.gated else ()
     dgate = (like(c.dtype),) if c.gated else ()
-    partial = fake_rows("float32", c.hidden, c.vector, False, contiguous=True)
+    partial = fake_rows("float32", c.hidden, (cute.sym_int32(),), contiguous=True)
     dweight = fake_vector(c.weight_dtype, c.hidden)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = NormBackward(c)

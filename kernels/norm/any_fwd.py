@@ -50,7 +50,7 @@ class NormForward:
         self.kernel(mX, mG, mW, mO, rows, inner, eps).launch(
             grid=[cute.ceil_div(rows, c.rows_per_cta), 1, 1],
             block=[c.threads, 1, 1],
-            min_blocks_per_mp=c.min_ctas_per_sm,
+            use_pdl=c.overlap,
             stream=stream,
         )
 
@@ -63,6 +63,10 @@ class NormForward:
         bid, _, _ = cute.arch.block_idx()
         lane = tid % tpr
         row = bid * c.rows_per_cta + tid // tpr
+
+        if const_expr(c.overlap):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         rX = cute.make_rmem_tensor((vec, count), dtype)
         rW = cute.make_rmem_tensor((vec, count), wdtype)
@@ -145,10 +149,10 @@ def build(config: FwdConfig):
     """(host function, stand-in arguments) for the compiler."""
     c = config
     rows = tuple(cute.sym_int32() for _ in range(2 if c.two_level else 1))
-    x = fake_rows(c.dtype, c.hidden, c.vector, c.two_level, rows)
-    gate = (fake_rows(c.dtype, c.hidden, c.vector, c.two_level, rows),) if c.gated else ()
+    x = fake_rows(c.dtype, c.hidden, rows)
+    gate = (fake_rows(c.dtype, c.hidden, rows),) if c.gated else ()
     weight = fake_vector(c.weight_dtype, c.hidden)
-    out = fake_rows(c.out_dtype, c.hidden, c.vector, c.two_level, rows)
+    out = fake_rows(c.out_dtype, c.hidden, rows)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = NormForward(c)
     return (kernel.gated if c.gated else kernel.plain), (x, *gate, weight, out, Float32(0.0), stream)

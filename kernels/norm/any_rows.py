@@ -10,15 +10,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from .config import WIDTH
+
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 LOG2_E = 1.4426950408889634
 
 
-def fake_rows(dtype: str, hidden: int, vector: int, two_level: bool, rows=None, contiguous: bool = False):
-    """A stand-in for (rows, hidden), or (outer, inner, hidden), with a contiguous last dimension and 16-byte aligned rows."""
-    shape = tuple(rows) if rows is not None else tuple(cute.sym_int32() for _ in range(2 if two_level else 1))
-    stride = (hidden,) if contiguous else tuple(cute.sym_int64(divisibility=vector) for _ in shape)
-    return cute.runtime.make_fake_tensor(DTYPES[dtype], (*shape, hidden), stride=(*stride, 1), assumed_align=16)
+def fake_rows(dtype: str, hidden: int, rows, contiguous: bool = False):
+    """A stand-in for (rows, hidden) or (outer, inner, hidden): contiguous last dimension, 16-byte aligned rows."""
+    stride = (hidden,) if contiguous else tuple(cute.sym_int64(divisibility=16 // WIDTH[dtype]) for _ in rows)
+    return cute.runtime.make_fake_tensor(DTYPES[dtype], (*rows, hidden), stride=(*stride, 1), assumed_align=16)
 
 
 def fake_vector(dtype: str, length):
@@ -81,7 +82,7 @@ def sigmoid(z: cute.TensorSSA, exact: cutlass.Constexpr):
     else:
         # MUFU.EX2 and MUFU.RCP, flushing denormals: both are below an ulp of 16-bit data.
         out = cute.make_rmem_tensor(z.shape, Float32)
-        out.store(z * (-LOG2_E))
+        out.store(1.0 + cute.math.exp2(z * (-LOG2_E), fastmath=True))
         for j in cutlass.range_constexpr(cute.size(out)):
-            out[j] = cute.arch.rcp_approx(1.0 + cute.arch.exp2(out[j]))
+            out[j] = cute.arch.rcp_approx(out[j])
         return out.load()

@@ -163,6 +163,7 @@ def _cases() -> tuple[Case, ...]:
     for layout in ("rows", "heads", "misaligned"):
         made.append(Case((2, 37, 6), 128, BF16, BF16, zero_centred, layout=layout))
         made.append(Case((2, 37, 6), 128, BF16, BF16, cast, "silu", layout))
+    made.append(Case((7, 5), 128, BF16, FP32, cast, layout="rows"))  # y and d_y are fp32: strides of 4 elements
     made.append(Case((0, 4), 4096, BF16, BF16, cast))
     made.append(Case((0,), 128, BF16, BF16, cast, "silu"))
     made.append(Case((1,), 4096, BF16, BF16, cast))

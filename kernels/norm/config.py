@@ -30,6 +30,9 @@ class RowsConfig:
     two_level: bool  #: a row index is (outer, inner) with a stride each, else one stride
     threads_per_row: int  #: a power of two up to a warp, then whole warps
     rows_per_cta: int
+    #: Start while the kernel before it in the stream drains (programmatic dependent launch, sm_90 and newer). Nothing is read
+    #: or written before that kernel's results are visible.
+    overlap: bool
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -84,8 +87,6 @@ class RowsConfig:
 class FwdConfig(RowsConfig):
     """One CTA per rows_per_cta rows; each row is read once and stays in registers between its two uses."""
 
-    min_ctas_per_sm: int = 0  #: launch bound for the register allocator; 0: none
-
 
 @dataclass(frozen=True, slots=True)
 class BwdConfig(RowsConfig):
@@ -93,6 +94,9 @@ class BwdConfig(RowsConfig):
 
     stages: int = 2  #: depth of the ring, in groups of rows_per_cta rows
     ctas_per_sm: int = 1
+    reload_weight: bool = (
+        False  #: read the weight for every row (it stays in the L1) instead of holding it in registers
+    )
     reduce_warps: int = 16  #: warps that share the partial sums of 32 columns in the second kernel
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel.outcome import Decline
+from accel.outcome import CompileError, Decline
 
 from . import cache
 
@@ -38,10 +38,6 @@ _KERNELS = Path(__file__).resolve().parent.parent
 _PACKAGE = __package__.rpartition(".")[0]
 _lock = threading.RLock()
 _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
-
-
-class CompileError(RuntimeError):
-    """A kernel did not compile or load; the message names the kernel and the target."""
 
 
 @dataclass(frozen=True, slots=True)
