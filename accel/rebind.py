@@ -158,7 +158,7 @@ class Everywhere:
         for module_name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and module_name.partition(".")[0] in self.prefixes:
                 for function in list(vars(module).values()):
-                    yield from _cells_of(function, value, module_name)
+                    yield from _cells_of(function, value)
 
 
 def _attributes_holding(value: Any) -> Iterator[tuple[ModuleType, str]]:
@@ -171,18 +171,28 @@ def _attributes_holding(value: Any) -> Iterator[tuple[ModuleType, str]]:
                     yield module, name
 
 
-def _cells_of(function: Any, value: Any, module_name: str) -> Iterator[CellType]:
-    """Cells holding `value` in `function` and in what it wraps, if defined in `module_name` or wrapped by us."""
-    while isinstance(function, FunctionType):
+def _cells_of(holder: Any, value: Any, depth: int = 3) -> Iterator[CellType]:
+    """Cells holding `value` in a function, in what it wraps, and in the functions that its cells hold in turn.
+
+    Where Hugging Face's `kernels` is installed, transformers' functions are called by the forward of a class made for
+    each of them, of which the module holds an instance.
+    """
+    if not isinstance(holder, FunctionType):
+        made_for_it = "<locals>" in type(holder).__qualname__
+        holder = vars(type(holder)).get("forward") if made_for_it else None
+    while isinstance(holder, FunctionType):
         # The cells of our own wrappers hold the original on purpose.
-        if not hasattr(function, "__accel__"):
-            for cell in function.__closure__ or ():
+        if not hasattr(holder, "__accel__"):
+            for cell in holder.__closure__ or ():
                 try:
-                    if cell.cell_contents is value:
-                        yield cell
+                    held = cell.cell_contents
                 except ValueError:  # an empty cell
                     continue
-        function = getattr(function, "__wrapped__", None)
+                if held is value:
+                    yield cell
+                elif depth and isinstance(held, FunctionType):
+                    yield from _cells_of(held, value, depth - 1)
+        holder = getattr(holder, "__wrapped__", None)
 
 
 def name_of(value: Any) -> str:

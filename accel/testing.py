@@ -144,6 +144,9 @@ def _walk(path: str, value: Any, prefixes: tuple[str, ...], depth: int, module: 
     elif isinstance(value, (list, tuple)):
         for index, held in enumerate(value):
             yield from _entry(f"{path}[{index}]", held, prefixes, depth, module)
+    elif "<locals>" in type(value).__qualname__ and "forward" in vars(type(value)):
+        # where Hugging Face's `kernels` is installed, transformers' functions are instances of a class of their own
+        yield from _cells(f"{path}.forward", vars(type(value))["forward"])
     elif type(value).__module__.partition(".")[0] in prefixes and hasattr(value, "__dict__"):
         for name, held in list(vars(value).items()):
             yield from _walk(f"{path}.{name}", held, prefixes, depth - 1, module)
@@ -156,8 +159,8 @@ def _entry(path: str, value: Any, prefixes: tuple[str, ...], depth: int, module:
     yield from _walk(path, value, prefixes, depth - 1, module)
 
 
-def _cells(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The callables in the closure of a function, of a function inside a descriptor, and of what they wrap."""
+def _cells(path: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """The callables in the closure of a function, of what it wraps, and of the functions among them in turn."""
     level = 0
     while value is not None:
         function = getattr(value, "__func__", None) or getattr(value, "func", None) or value
@@ -167,8 +170,11 @@ def _cells(path: str, value: Any) -> Iterator[tuple[str, Any]]:
                     held = cell.cell_contents
                 except ValueError:  # an empty cell
                     continue
+                inner = f"{path}<closure {level}>.{name}"
                 if callable(held):
-                    yield f"{path}<closure {level}>.{name}", held
+                    yield inner, held
+                if depth and isinstance(held, FunctionType):
+                    yield from _cells(inner, held, depth - 1)
         value, level = getattr(function, "__wrapped__", None), level + 1
 
 
