@@ -30,7 +30,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	rm -rf build/typed && mkdir -p build/typed
 	cp -r accel build/typed/accel && cp -r kernels build/typed/accel/kernels && cp -r patches build/typed/accel/patches
-	cd build/typed && $(abspath $(BIN))/python -m mypy --config-file ../../pyproject.toml -p accel -p accel.patches
+	cd build/typed && MYPYPATH=. $(abspath $(BIN))/python -m mypy --config-file ../../pyproject.toml -p accel
 
 $(VENV)/.installed: pyproject.toml setup.py Makefile
 	$(PYTHON) -m venv $(VENV)

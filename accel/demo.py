@@ -8,10 +8,12 @@ process without FLA, and the same model in fp64 with the token-by-token recurren
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +78,8 @@ def qwen(gpu: bool) -> nn.Module:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return Qwen3_5ForCausalLM(config)
+    model: nn.Module = Qwen3_5ForCausalLM(config)
+    return model
 
 
 def gated_delta_net(gpu: bool) -> nn.Module:
@@ -95,7 +98,8 @@ def gated_delta_net(gpu: bool) -> nn.Module:
         pad_token_id=0,
         fuse_cross_entropy=False,
     )
-    return GatedDeltaNetForCausalLM(config)
+    model: nn.Module = GatedDeltaNetForCausalLM(config)
+    return model
 
 
 def llama(gpu: bool) -> nn.Module:
@@ -113,7 +117,8 @@ def llama(gpu: bool) -> nn.Module:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return LlamaForCausalLM(config)
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def without_fla(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -295,6 +300,9 @@ def main() -> int:
     """Run the demo; the exit code is 0 if everything that must hold did."""
     console = Console()
     start = time.perf_counter()
+    # The libraries' own advice (deprecations, missing optional packages) would bury the tables.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.simplefilter("ignore")
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU: linear attention in plain torch"
     console.print(f"accel demo on torch {torch.__version__}, {where}")
     good = [show(subject, console) for subject in SUBJECTS if not left_out(subject.library, console)]
