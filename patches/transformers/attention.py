@@ -78,18 +78,20 @@ class Sdpa:
             raise Decline(f"is_causal is a {type(is_causal).__name__}, not a bool")
         sdpa.call(dropout, scaling)
         group = getattr(module, "num_key_value_groups", 1)
+        if type(group) is not int:
+            raise Decline(f"num_key_value_groups is a {type(group).__name__}, not an int")
         device = checks.plain(query=query, key=key, value=value, attention_mask=attention_mask)
         sdpa.ambient(query)
-        causal, seqlen_k = "none", None
-        if attention_mask is None and query.dim() == key.dim() == 4 and query.shape[2] > 1:
+        causal = "none"
+        if attention_mask is None and query.dim() == 4 and query.size(2) > 1:
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", True)
             if is_causal:
                 causal = "top_left"
-                # An empty static cache: upstream cuts off the keys that no query sees.
-                seqlen_k = min(query.shape[2], key.shape[2])
         needs_grad = checks.needs_grad(query, key, value, attention_mask)
-        facts = read(query, key, value, attention_mask, causal=causal, needs_grad=needs_grad, seqlen_k=seqlen_k)
+        # Of an empty static cache, upstream cuts off the keys that no query sees.
+        only_seen = causal == "top_left"
+        facts = read(query, key, value, attention_mask, causal=causal, needs_grad=needs_grad, only_seen_keys=only_seen)
         if facts.group != max(group, 1):
             raise Decline(f"q has {facts.heads_q} heads, k {facts.heads_kv}, the module groups them by {group}")
         return facts, device

@@ -6,7 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -424,6 +424,11 @@ REJECTED: list[tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = [
     ("q is float32, k float64, v float32", lambda: _with(2, torch.Tensor.double), {}),
     ("head_dim=64 of q is not 32 of k", lambda: _with(2, lambda k: k[..., :32]), {}),
     ("heads_q=4 is no multiple of heads_kv=3", lambda: (Layer(), *tensors(heads=(4, 3)), None), {}),
+    (
+        "num_key_value_groups is a NoneType, not an int",
+        lambda: (SimpleNamespace(num_key_value_groups=None), *tensors(), None),
+        {},
+    ),
     ("q, k, v have 3, 4, 4 dimensions, not 4", lambda: _with(1, lambda q: q[0]), {}),
     ("query is on device meta", lambda: _with(1, lambda q: q.to("meta")), {}),
     ("the arguments do not fit the signature", lambda: _plain()[:4], {}),
