@@ -10,6 +10,7 @@ with its neighbours.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,17 @@ from accel.state import TargetState
 
 from .. import checks
 from . import recognise
+
+CERTIFIES = "norm"
+
+#: The class that is the yardstick of each form, plain and gated.
+YARDSTICKS = {
+    ("cast_then_weight", False): ("llama", "LlamaRMSNorm"),
+    ("weight_in_fp32", False): ("olmo2", "Olmo2RMSNorm"),
+    ("zero_centred", False): ("gemma3", "Gemma3RMSNorm"),
+    ("cast_then_weight", True): ("qwen3_next", "Qwen3NextRMSNormGated"),
+    ("weight_in_fp32", True): ("kimi_linear", "KimiLinearRMSNormGated"),
+}
 
 #: What `ACT2FN` makes of a gate's activation, in the kernels' words.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
@@ -105,3 +117,23 @@ def patch(module: ModuleType, state: TargetState) -> Iterable[Rebinding]:
     for cls, meaning in recognise.classes_of(module):
         if isinstance(meaning, recognise.RmsNorm) and meaning.gated == gated:
             yield from serve.attribute(cls, "forward", RmsNorm(cls, meaning), state)
+
+
+def upstream(case: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
+    """transformers' own class for a case of kernels/norm/cases.py: y and the gradients of x, weight and gate."""
+    model, name = YARDSTICKS[case.form, case.activation is not None]
+    cls = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+    call = serve.wrapped_call(cls.forward)
+    forward = cls.forward if call is None else call.original
+
+    def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        norm = cls(case.hidden, eps=case.eps)
+        del norm._parameters["weight"]
+        norm.weight = inputs["weight"]  # the leaf itself, so that its gradient is asked for directly
+        norm.activation = case.activation
+        leaves = {key: inputs[key] for key in ("x", "weight", "gate") if key in inputs}
+        y = forward(norm, *(leaves[key] for key in ("x", "gate") if key in leaves))
+        grads = torch.autograd.grad(y, list(leaves.values()), inputs["d_y"])
+        return {"y": y.detach(), **{f"d_{key}": grad for key, grad in zip(leaves, grads, strict=True)}}
+
+    return run
