@@ -116,7 +116,7 @@ def snapshot(prefixes: tuple[str, ...] = UPSTREAMS) -> Snapshot:
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.partition(".")[0] in prefixes:
             for attribute, value in list(vars(module).items()):
-                if not (attribute.startswith("__") and attribute.endswith("__")):
+                if not attribute.startswith("__"):  # Dynamo, too, leaves names like __builtins_dict___4
                     taken.objects.update(_walk(f"{name}.{attribute}", value, prefixes, 3, name))
     return taken
 
