@@ -138,7 +138,8 @@ class Case:
             made["cu_seqlens"] = ends.to(device, torch.int32 if len(self.lengths) % 2 else torch.int64)
         for name in DIFFERENTIATED:
             if name in made:
-                made[name] = made[name].detach().requires_grad_()
+                x = made[name].detach()
+                made[name] = (x.double() if dtype == torch.float64 else x).requires_grad_()
         return made
 
     def _gate(self, noise: Tensor, generator: torch.Generator) -> Tensor:

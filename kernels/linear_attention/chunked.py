@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .layout import ChunkLayout, HeadRows
+from .once import once
 from .pairs import Decay, Pairs, channel_pairs, channel_pairs_backward, scalar_pairs, scalar_pairs_backward
 from .precision import own_precision
 
@@ -142,13 +142,12 @@ class ChunkedDeltaRule(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @once_differentiable
     def backward(  # type: ignore[override]
         ctx: Any, d_out: Tensor | None, d_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if d_out is None and d_final is None:
             return (None,) * 8
         q, k, v, g, beta, *saved = ctx.saved_tensors
-        with own_precision(q):
+        with torch.no_grad(), own_precision(q):
             grads = chunked_backward(q, k, v, g, beta, ctx.layout, ctx.scale, tuple(saved), d_out, d_final)
-        return (*grads, None, None)
+        return (*once(grads, (q, k, v, g, beta, d_out, d_final)), None, None)

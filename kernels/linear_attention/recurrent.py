@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .layout import ChunkLayout, HeadRows
+from .once import once
 from .precision import own_precision
 
 
@@ -125,13 +125,12 @@ class RecurrentDeltaRule(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @once_differentiable
     def backward(  # type: ignore[override]
         ctx: Any, d_out: Tensor | None, d_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if d_out is None and d_final is None:
             return (None,) * 9
         q, k, v, gk, gv, beta, *saved = ctx.saved_tensors
-        with own_precision(q):
+        with torch.no_grad(), own_precision(q):
             grads = recurrent_backward(q, k, v, gk, gv, beta, ctx.layout, ctx.scale, tuple(saved), d_out, d_final)
-        return (*grads, None, None)
+        return (*once(grads, (q, k, v, gk, gv, beta, d_out, d_final)), None, None)
