@@ -53,6 +53,7 @@ class Result:
     logits: torch.Tensor | None = None
     error: str | None = None
     ms: dict[str, float] = field(default_factory=dict)
+    refused: str | None = None  #: why upstream does not train here
 
 
 def qwen(gpu: bool) -> nn.Module:
@@ -194,7 +195,14 @@ def run(model: nn.Module, ids: torch.Tensor, gpu: bool) -> Result:
     repeats = 10 if gpu else 1
     result.ms["forward"] = milliseconds(lambda: logits_of(model, ids), repeats, gpu)
     result.ms["token"] = milliseconds(lambda: generate(model, ids), 1, gpu) / NEW_TOKENS
-    result.ms["training step"] = milliseconds(lambda: training_step(model, ids), repeats, gpu)
+    try:
+        result.ms["training step"] = milliseconds(lambda: training_step(model, ids), repeats, gpu)
+    except RuntimeError as error:  # FLA refuses to train the gated delta rule on Hopper with Triton 3.4 to 3.7.0
+        if "upgrade Triton" not in str(error):
+            raise
+        result.refused = str(error).splitlines()[0]
+        model.zero_grad(set_to_none=True)
+        model.eval()
     return result
 
 
@@ -285,15 +293,15 @@ def show(subject: Subject, console: Console) -> bool:
 def print_times(before: Result, under: Result, console: Console) -> None:
     table = Table("", "upstream", "accel", show_edge=False, pad_edge=False)
     for name in under.ms:
-        theirs = "cannot run here" if before.error else f"{before.ms[name]:.2f} ms"
-        ours = f"{under.ms[name]:.2f} ms"
-        if name == "token":
-            theirs = theirs if before.error else f"{1e3 / before.ms[name]:.0f} tokens/s"
-            name, ours = "generate", f"{1e3 / under.ms[name]:.0f} tokens/s"
-        table.add_row(name, theirs, ours)
+        sides = (before.ms.get(name), under.ms[name])
+        unit = "{:.0f} tokens/s" if name == "token" else "{:.2f} ms"
+        shown = [unit.format(1e3 / ms if name == "token" else ms) if ms else "cannot run here" for ms in sides]
+        table.add_row("generate" if name == "token" else name, *shown)
     if before.error:
         console.print(f"  upstream before: [yellow]{before.error}[/yellow]", highlight=False)
     console.print(table)
+    if before.refused:
+        console.print(f"  upstream refuses to train here: [yellow]{before.refused}[/yellow]", highlight=False)
 
 
 def main() -> int:
