@@ -135,7 +135,7 @@ def restore(targets: str | Iterable[str] | None = None) -> None:
             state.failures.clear()
             changed = changed or bool(state.rebindings)
             for rebinding in reversed(state.rebindings):
-                lines = rebinding.undo()
+                lines = [line for line in _undo(rebinding) if line not in state.left]
                 state.left += lines
                 left += [(state.name, line) for line in lines]
             state.rebindings.clear()
@@ -144,6 +144,14 @@ def restore(targets: str | Iterable[str] | None = None) -> None:
         log.warning("accel: %s: left to its new owner: %s", name, line)
     if changed:
         _reset_dynamo()
+
+
+def _undo(rebinding: Rebinding) -> list[str]:
+    try:
+        return rebinding.undo()
+    # Policy: one holder that cannot be put back (a registry that changed, say) does not keep the rest from it.
+    except Exception as error:
+        return [f"{rebinding!r} could not be put back: {type(error).__name__}: {error}"]
 
 
 def is_accelerated(name: str | None = None) -> bool:

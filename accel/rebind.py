@@ -70,7 +70,7 @@ class Inside:
 
     def undo(self) -> list[str]:
         self.applied = False
-        return [f"{self.label} is {name_of(self.read())}"]
+        return [f"{self.label} is now {name_of(self.read())}"]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Inside) and self.label == other.label
@@ -201,4 +201,7 @@ def name_of(value: Any) -> str:
         return "gone"
     if isinstance(value, ModuleType):
         return value.__name__
-    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"
+    name = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"
+    if isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):  # the name is what it wraps
+        name += f", wrapped by {value.__code__.co_filename}:{value.__code__.co_firstlineno}"
+    return name

@@ -111,7 +111,7 @@ def test_inside_changes_nothing_and_says_where() -> None:
     rebinding = Inside("library.f", lambda: len)
     assert rebinding.apply()
     assert not rebinding.apply()
-    assert rebinding.undo() == ["library.f is builtins.len"]
+    assert rebinding.undo() == ["library.f is now builtins.len"]
 
 
 @pytest.fixture
