@@ -24,8 +24,8 @@ from types import ModuleType
 
 from . import settings
 from .imports import being_imported, when_imported
-from .rebind import Rebinding
-from .state import STATES, TargetState, policy
+from .rebind import Rebinding, one_pass
+from .state import STATES, Policy, TargetState, policy
 from .targets import (
     BY_NAME,
     TARGETS,
@@ -93,8 +93,7 @@ def accelerate(targets: str | Iterable[str] | None = None, *, strict: bool = Fal
         if target.without_gpu and plain and "torch" in sys.modules and _gpu_present():
             problems[target.name] = GPU_REASON
     with _lock:
-        policy.strict = strict or read.strict
-        policy.verify, policy.uncertified = read.verify, read.uncertified
+        _set_policy(Policy(strict or read.strict, read.verify, read.uncertified))
         switched = []
         for target in chosen:
             state = STATES[target.name]
@@ -105,7 +104,8 @@ def accelerate(targets: str | Iterable[str] | None = None, *, strict: bool = Fal
                     state.left.clear()
                 state.on, state.insisted = True, target.name in insisted
     _set_level(read.log)
-    made = sum(_reach(STATES[t.name]) for t in chosen if STATES[t.name].on)
+    with one_pass():
+        made = sum(_reach(STATES[t.name]) for t in chosen if STATES[t.name].on)
     if made:
         _reset_dynamo()
     report = _report(chosen, hide=set() if names else {n for n in problems if found[BY_NAME[n].group].version is None})
@@ -128,7 +128,7 @@ def restore(targets: str | Iterable[str] | None = None) -> None:
     chosen = TARGETS if targets is None else resolve(targets)
     left: list[tuple[str, str]] = []
     changed = False
-    with _lock:
+    with _lock, one_pass():
         for target in reversed(chosen):
             state = STATES[target.name]
             state.on, state.insisted, state.refused = False, False, None
@@ -180,7 +180,7 @@ def accelerated(targets: str | Iterable[str] | None = None, *, strict: bool = Fa
         if gone := [name for name, state in STATES.items() if state.on and name not in before]:
             restore(gone)
         with _lock:
-            policy.strict, policy.verify, policy.uncertified = was.strict, was.verify, was.uncertified
+            _set_policy(was)
             back = [STATES[name] for name in before if not STATES[name].on]
             for state in back:
                 state.on, state.insisted = True, before[state.name]
@@ -269,7 +269,7 @@ def _patch(state: TargetState, module: ModuleType) -> int:
             when_imported(adapter.__name__, lambda _: _patch(state, module))
             return 0
         found = list(adapter.patch(module, state))
-        with _lock:
+        with _lock, one_pass():
             state.failures.pop(module.__name__, None)
             return _apply(state, module, found) if state.on else 0
     # Policy: an adapter that does not understand this upstream never breaks the user's import or the other targets.
@@ -293,6 +293,14 @@ def _apply(state: TargetState, module: ModuleType, found: list[Rebinding]) -> in
     if made:
         state.patched[module.__name__] = state.patched.get(module.__name__, 0) + made
     return made + sum(rebinding.apply() for rebinding in state.rebindings)  # holders loaded since the last look
+
+
+def _set_policy(wanted: Policy) -> None:
+    if wanted.uncertified != policy.uncertified:  # remembered plans say who holds a certificate
+        for state in STATES.values():
+            for wrapper in list(state.wrappers.values()):
+                wrapper.__accel__.plans.clear()  # type: ignore[attr-defined]
+    policy.strict, policy.verify, policy.uncertified = wanted.strict, wanted.verify, wanted.uncertified
 
 
 def _gpu_present() -> bool:
