@@ -12,6 +12,7 @@ from accel.outcome import Decline
 #: Types whose storage a kernel may read. Everything else (DTensor, nested, quantised, functorch's, ...) goes upstream.
 PLAIN: set[type] = {torch.Tensor, nn.Parameter}
 _STRIDED = torch.strided
+_NAMES = {dtype: str(dtype)[6:] for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
 def unknown_keywords(unknown: dict[str, Any]) -> None:
@@ -60,12 +61,14 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype autocast casts to on this device, None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" for torch.bfloat16: facts hold strings."""
-    return str(dtype)[6:]
+    return _NAMES.get(dtype) or str(dtype)[6:]
 
 
 def not_on_cpu(device: torch.device) -> None:

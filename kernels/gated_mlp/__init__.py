@@ -9,15 +9,20 @@ kernel yet: `plan` declines every CUDA device, and CPU tensors run plain torch.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from accel.outcome import Decline
 
+from ..runtime.interned import interned
 from . import portable
 from .facts import ACTIVATIONS, GatedMlpFacts
 from .plan import plan
 
 __all__ = ["ACTIVATIONS", "GatedMlpFacts", "facts_of", "gated_mlp", "plan"]
+
+_facts = interned(GatedMlpFacts)
+_NAMES = {dtype: str(dtype)[6:] for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
 
 def gated_mlp(
@@ -62,24 +67,30 @@ def facts_of(
 ) -> GatedMlpFacts:
     """The facts of a call whose shapes fit, from metadata alone: fake tensors do."""
     hidden = x.shape[-1]
-    weights = (gate, down) if up is None else (gate, up, down)
-    return GatedMlpFacts(
+    out, intermediate = down.shape
+    weight_dtypes = (_dtype(gate), _dtype(down)) if up is None else (_dtype(gate), _dtype(up), _dtype(down))
+    contiguous = gate.is_contiguous() and down.is_contiguous() and (up is None or up.is_contiguous())
+    return _facts(
         n_rows=x.numel() // hidden if hidden else 0,
         hidden=hidden,
-        intermediate=down.shape[1],
-        out=down.shape[0],
-        dtype=str(x.dtype)[6:],
-        weight_dtypes=tuple(str(weight.dtype)[6:] for weight in weights),
+        intermediate=intermediate,
+        out=out,
+        dtype=_dtype(x),
+        weight_dtypes=weight_dtypes,
         activation=activation,
         fused=up is None,
         gate_bias=gate_bias is not None,
         up_bias=up_bias is not None,
         down_bias=down_bias is not None,
         x_contiguous=x.stride(-1) == 1,
-        weights_contiguous=all(weight.is_contiguous() for weight in weights),
+        weights_contiguous=contiguous,
         needs_grad=needs_grad,
         device_type=x.device.type,
     )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return _NAMES.get(tensor.dtype) or str(tensor.dtype)[6:]
 
 
 def shapes_problem(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor) -> str | None:
@@ -88,7 +99,7 @@ def shapes_problem(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor) -> 
         return "x must have a dimension and each weight two"
     hidden, intermediate = x.shape[-1], down.shape[1]
     rows = 2 * intermediate if up is None else intermediate
-    if tuple(gate.shape) != (rows, hidden):
+    if gate.shape != (rows, hidden):
         return f"gate is {tuple(gate.shape)}, not {(rows, hidden)}: x is {tuple(x.shape)}, down {tuple(down.shape)}"
     if up is not None and up.shape != gate.shape:
         return f"up is {tuple(up.shape)}, gate {tuple(gate.shape)}"

@@ -97,24 +97,34 @@ def check_required(**tensors: Any) -> None:
     """Decline what is missing or no tensor at all."""
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise Decline(f"{name} is a {type(value).__name__}, not a tensor")
+            raise _no_tensor(name, value)
 
 
 def check_optional(**tensors: Any) -> None:
     """Decline what is given but is no tensor at all."""
-    check_required(**{name: value for name, value in tensors.items() if value is not None})
+    for name, value in tensors.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise _no_tensor(name, value)
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q, k [B, T, H, K] and v [B, T, HV, V], HV a multiple of H."""
-    if q.dim() != 4 or v.dim() != 4:
+def _no_tensor(name: str, value: Any) -> Decline:
+    return Decline(f"{name} is a {type(value).__name__}, not a tensor")
+
+
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int, int, int, int, int]:
+    """q, k [B, T, H, K] and v [B, T, HV, V], HV a multiple of H. Returns (B, T, H, HV, K, V)."""
+    q_shape, v_shape = q.shape, v.shape
+    if len(q_shape) != 4 or len(v_shape) != 4:
         raise Decline(f"q is {_shape(q)} and v {_shape(v)}, not [B, T, heads, head_dim]")
-    if k.shape != q.shape:
+    if k.shape != q_shape:
         raise Decline(f"k is {_shape(k)}, q is {_shape(q)}")
-    if v.shape[:2] != q.shape[:2]:
+    batch, seqlen, heads, head_dim = q_shape
+    v_batch, v_seqlen, v_heads, head_dim_v = v_shape
+    if v_batch != batch or v_seqlen != seqlen:
         raise Decline(f"v is {_shape(v)}, q is {_shape(q)}")
-    if q.shape[2] == 0 or v.shape[2] % q.shape[2]:
-        raise Decline(f"{v.shape[2]} value heads are no multiple of {q.shape[2]} heads")
+    if heads == 0 or v_heads % heads:
+        raise Decline(f"{v_heads} value heads are no multiple of {heads} heads")
+    return batch, seqlen, heads, v_heads, head_dim, head_dim_v
 
 
 def check_chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -135,7 +145,7 @@ def check_shape(name: str, tensor: torch.Tensor | None, *shapes: tuple[int, ...]
     """Decline a tensor of none of these shapes, or one that is not floating point."""
     if tensor is None:
         return
-    if tuple(tensor.shape) not in shapes:
+    if tensor.shape not in shapes:
         raise Decline(f"{name} is {_shape(tensor)}, not {' or '.join(str(list(shape)) for shape in shapes)}")
     if not tensor.is_floating_point():
         raise Decline(f"{name} is {tensor.dtype}")
@@ -155,6 +165,8 @@ def check_state(
     v_first: Any,
 ) -> None:
     """cu_seqlens [N + 1] with a batch of 1; initial_state [N, HV, K, V], or [N, HV, V, K] if `v_first`."""
+    if cu_seqlens is None and initial_state is None:
+        return
     sequences = q.shape[0]
     if cu_seqlens is not None:
         if cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -28,6 +28,7 @@ from ..portable import PortableAdapter
 
 PROJECTIONS = frozenset(("gate_proj", "up_proj", "down_proj"))
 FUSED = "swiglu_linear"
+WITH_FUSED = PROJECTIONS | {FUSED}
 
 
 def patch(module: ModuleType, state: TargetState) -> Iterable[Rebinding]:
@@ -78,7 +79,7 @@ class GatedMLP(PortableAdapter):
             raise Decline(f"hidden_act={module.hidden_act!r} is not 'swish'")
         modules.no_global_changes()
         children: dict[str, nn.Module | None] = module._modules
-        expected = PROJECTIONS | {FUSED} if module.fuse_swiglu else PROJECTIONS
+        expected = WITH_FUSED if module.fuse_swiglu else PROJECTIONS
         if children.keys() != expected or module._parameters or module._buffers:
             raise Decline("the module has other layers, parameters or buffers than GatedMLP's")
         if module.fuse_swiglu:

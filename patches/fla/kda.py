@@ -21,6 +21,7 @@ import torch
 from accel.kernels.kda import kda, recurrent_kda
 from accel.kernels.kda.facts import KdaFacts
 from accel.kernels.kda.plan import plan
+from accel.kernels.runtime.interned import interned
 from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
 from accel.state import TargetState
@@ -31,6 +32,7 @@ from . import delta_rule as rule
 from .delta_rule import NOT_GIVEN
 
 CERTIFIES = "kda"
+_facts = interned(KdaFacts)
 Tensors = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -113,24 +115,24 @@ class ChunkKda(PortableAdapter):
             q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        rule.check_qkv(q, k, v)
+        batch, seqlen, n_heads, n_value_heads, head_dim, head_dim_v = rule.check_qkv(q, k, v)
         rule.check_chunked(q, k, v)
-        heads = tuple(v.shape[:3])
-        rule.check_shape("g", g, (*heads, q.shape[3]))
+        heads = (batch, seqlen, n_value_heads)
+        rule.check_shape("g", g, (*heads, head_dim))
         rule.check_shape("beta", beta, heads)
-        rule.check_elements("A_log", A_log, v.shape[2])
-        rule.check_elements("dt_bias", dt_bias, v.shape[2] * q.shape[3])
+        rule.check_elements("A_log", A_log, n_value_heads)
+        rule.check_elements("dt_bias", dt_bias, n_value_heads * head_dim)
         v_first = rule.v_first(state_v_first, transpose_state_layout)
         rule.check_state(initial_state, q, v, cu_seqlens, v_first)
         if initial_state is not None and initial_state.dtype != torch.float32:
             raise Decline(f"initial_state is {initial_state.dtype}, not float32")
-        facts = KdaFacts(
+        facts = _facts(
             mode="chunk",
             dtype=dtype_name(q.dtype),
-            n_heads=q.shape[2],
-            n_value_heads=v.shape[2],
-            head_dim=q.shape[3],
-            head_dim_v=v.shape[3],
+            n_heads=n_heads,
+            n_value_heads=n_value_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
             packed=cu_seqlens is not None,
             has_initial_state=initial_state is not None,
             output_final_state=bool(output_final_state),
@@ -252,22 +254,22 @@ class FusedRecurrentKda(PortableAdapter):
             q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        rule.check_qkv(q, k, v)
+        batch, seqlen, n_heads, n_value_heads, head_dim, head_dim_v = rule.check_qkv(q, k, v)
         rule.check_recurrent(q, k, v)
-        heads = tuple(v.shape[:3])
-        rule.check_shape("g", g, (*heads, q.shape[3]))
-        rule.check_shape("beta", beta, heads, (*heads, v.shape[3]))
-        rule.check_elements("A_log", A_log, v.shape[2])
-        rule.check_elements("dt_bias", dt_bias, v.shape[2] * q.shape[3])
+        heads = (batch, seqlen, n_value_heads)
+        rule.check_shape("g", g, (*heads, head_dim))
+        rule.check_shape("beta", beta, heads, (*heads, head_dim_v))
+        rule.check_elements("A_log", A_log, n_value_heads)
+        rule.check_elements("dt_bias", dt_bias, n_value_heads * head_dim)
         v_first = rule.v_first(state_v_first, transpose_state_layout)
         rule.check_state(initial_state, q, v, cu_seqlens, v_first)
-        facts = KdaFacts(
+        facts = _facts(
             mode="recurrent",
             dtype=dtype_name(q.dtype),
-            n_heads=q.shape[2],
-            n_value_heads=v.shape[2],
-            head_dim=q.shape[3],
-            head_dim_v=v.shape[3],
+            n_heads=n_heads,
+            n_value_heads=n_value_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
             v_dtype=dtype_name(v.dtype),
             packed=cu_seqlens is not None,
             has_initial_state=initial_state is not None,

@@ -27,6 +27,7 @@ from accel.kernels.gated_delta_rule.plan import plan as gated_delta_rule_plan
 from accel.kernels.kda import kda, recurrent_kda
 from accel.kernels.kda.facts import KdaFacts
 from accel.kernels.kda.plan import plan as kda_plan
+from accel.kernels.runtime.interned import interned
 from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
 from accel.state import TargetState
@@ -47,13 +48,13 @@ class Operation:
     family: str
     mode: str  #: chunk | recurrent
     compute: Callable[..., Tensors]
-    facts: type
+    facts: Callable[..., Any]
     plan: Callable[[Any, str], Choice | Declined]
     fla: type[ChunkGatedDeltaRule | FusedRecurrentGatedDeltaRule | ChunkKda | FusedRecurrentKda]
 
 
-_GDN = ("gated_delta_rule", GatedDeltaRuleFacts, gated_delta_rule_plan)
-_KDA = ("kda", KdaFacts, kda_plan)
+_GDN = ("gated_delta_rule", interned(GatedDeltaRuleFacts), gated_delta_rule_plan)
+_KDA = ("kda", interned(KdaFacts), kda_plan)
 #: By target, then by the name of the module global.
 OPERATIONS: dict[str, dict[str, Operation]] = {
     "transformers.gated_delta_rule": {
@@ -107,6 +108,8 @@ class DeltaRule(PortableAdapter):
         self.positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.names = {*self.positional, *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)}
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.required = tuple(name for name in self.names if name not in self.defaults)
+        self.keywords = frozenset(upstream.keywords)
 
     def facts(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.device]:
         """The facts of the call that upstream's decorator would make of this one."""
@@ -114,8 +117,12 @@ class DeltaRule(PortableAdapter):
         if chosen is not None and ("forward" in chosen.__dict__ or chosen._forward_hooks or chosen._forward_pre_hooks):
             raise Decline("a hub kernel was chosen for this function")
         if self.fla is not None:
-            self._by_name(args, kwargs)
-            return self.fla.facts(*args, **self._kept(kwargs))
+            kept = self._kept(kwargs)
+            try:
+                return self.fla.facts(*args, **kept)
+            except TypeError:
+                self._check_fit(args, kept)
+                raise
         for name in ("cu_seqlens", "seq_idx"):
             if kwargs.get(name) is not None:
                 raise Decline(f"{name}: without flash-linear-attention, transformers refuses packed sequences")
@@ -145,18 +152,29 @@ class DeltaRule(PortableAdapter):
 
     def _kept(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords that upstream's decorator hands on."""
-        keywords = self.upstream.keywords
+        keywords = self.keywords
+        if keywords.issuperset(kwargs):
+            return kwargs
         return {name: value for name, value in kwargs.items() if name in keywords}
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Every argument that reaches upstream's function, defaults filled in. Raises Decline where it does not fit."""
-        given = dict(zip(self.positional, args, strict=False))
         kept = self._kept(kwargs)
-        call = {**self.defaults, **given, **kept}
-        repeated = [name for name in kept if name in given or name not in self.names]
-        if len(args) > len(self.positional) or repeated or len(call) < len(self.names):
+        self._check_fit(args, kept)
+        return {**self.defaults, **dict(zip(self.positional, args, strict=False)), **kept}
+
+    def _check_fit(self, args: tuple[Any, ...], kept: dict[str, Any]) -> None:
+        """Decline what upstream's function would not take: an argument too many, twice, unknown or missing."""
+        given = self.positional[: len(args)]
+        fits = len(given) == len(args)
+        for name in kept:
+            if name in given or name not in self.names:
+                fits = False
+        for name in self.required:
+            if name not in kept and name not in given:
+                fits = False
+        if not fits:
             raise Decline("the arguments do not fit the signature")
-        return call
 
     def _reference_facts(
         self,
@@ -177,17 +195,15 @@ class DeltaRule(PortableAdapter):
         rule.check_required(query=query, key=key, value=value, g=g, beta=beta)
         rule.check_optional(initial_state=initial_state)
         device = checks.plain(query=query, key=key, value=value, g=g, beta=beta, initial_state=initial_state)
-        rule.check_qkv(query, key, value)
+        batch, seqlen, n_heads, n_value_heads, head_dim, head_dim_v = rule.check_qkv(query, key, value)
         rule.check_recurrent(query, key, value)
-        if query.shape[1] == 0:
+        if seqlen == 0:
             raise Decline("an empty sequence")
-        heads = tuple(value.shape[:3])
+        heads = (batch, seqlen, n_value_heads)
         if operation.family == "kda":
-            if query.shape[2] != value.shape[2]:
-                raise Decline(
-                    f"{value.shape[2]} value heads, {query.shape[2]} heads: transformers' own code has one each"
-                )
-            rule.check_shape("g", g, (*heads, query.shape[3]))
+            if n_heads != n_value_heads:
+                raise Decline(f"{n_value_heads} value heads, {n_heads} heads: transformers' own code has one each")
+            rule.check_shape("g", g, (*heads, head_dim))
         else:
             rule.check_shape("g", g, heads)
         rule.check_shape("beta", beta, heads)
@@ -196,10 +212,10 @@ class DeltaRule(PortableAdapter):
             mode=operation.mode,
             dtype=checks.dtype_name(query.dtype),
             v_dtype=checks.dtype_name(value.dtype),
-            n_heads=query.shape[2],
-            n_value_heads=value.shape[2],
-            head_dim=query.shape[3],
-            head_dim_v=value.shape[3],
+            n_heads=n_heads,
+            n_value_heads=n_value_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
             has_initial_state=initial_state is not None,
             output_final_state=bool(output_final_state),
             use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
