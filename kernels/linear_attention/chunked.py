@@ -123,7 +123,7 @@ class ChunkedDeltaRule(torch.autograd.Function):
     """o, final state = f(q, k, v, g, beta, initial state); differentiable once in all six."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
@@ -142,9 +142,7 @@ class ChunkedDeltaRule(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, d_out: Tensor | None, d_final: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_out is None and d_final is None:
             return (None,) * 8
         q, k, v, g, beta, *saved = ctx.saved_tensors

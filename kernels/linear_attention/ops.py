@@ -34,7 +34,7 @@ def chunked_delta_rule(
         return _chunked_op(q, k, v, g, beta, state, cu_seqlens, scale)
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, state)):
-        return ChunkedDeltaRule.apply(q, k, v, g, beta, state, layout, scale)  # type: ignore[no-any-return]
+        return ChunkedDeltaRule.apply(q, k, v, g, beta, state, layout, scale)
     with own_precision(q):
         return chunked_forward(q, k, v, g, beta, state, layout, scale)[:2]
 
@@ -56,7 +56,7 @@ def recurrent_delta_rule(
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens, chunk=1)
     tensors = (q, k, v, gk, beta, state) if gv is None else (q, k, v, gk, gv, beta, state)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return RecurrentDeltaRule.apply(q, k, v, gk, gv, beta, state, layout, scale)  # type: ignore[no-any-return]
+        return RecurrentDeltaRule.apply(q, k, v, gk, gv, beta, state, layout, scale)
     with own_precision(q):
         return recurrent_forward(q, k, v, gk, gv, beta, state, layout, scale, keep=False)[:2]
 

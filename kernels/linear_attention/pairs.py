@@ -102,7 +102,7 @@ def outer(x: Tensor, y: Tensor) -> Tensor:
 
 
 def combine(a: Tensor, y: Tensor) -> Tensor:
-    """[M, blocks, size, size] and [M, blocks, size, D] -> sums of y's rows weighted by a's rows, [M, blocks, size, D]."""
+    """Sums of the rows of y [M, blocks, size, D], weighted by the rows of a [M, blocks, size, size]."""
     return a * y if y.shape[2] == 1 else torch.matmul(a, y)
 
 

@@ -11,6 +11,6 @@ from torch import Tensor
 def own_precision(x: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast does not touch products on x's device; free where autocast is off."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)

@@ -105,7 +105,7 @@ class RecurrentDeltaRule(torch.autograd.Function):
     """o, final state = f(q, k, v, gk, gv, beta, initial state); differentiable once in all seven."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
@@ -125,9 +125,7 @@ class RecurrentDeltaRule(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, d_out: Tensor | None, d_final: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_out is None and d_final is None:
             return (None,) * 9
         q, k, v, gk, gv, beta, *saved = ctx.saved_tensors
