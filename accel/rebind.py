@@ -6,9 +6,11 @@ named in what `undo()` returns: our wrapper, still inside theirs, is switched of
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from types import CellType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 _MISSING = object()
@@ -130,17 +132,19 @@ class Everywhere:
             setattr(module, name, self.replacement)
             self.holders.add((module.__name__, name))
             changed = True
-        for cell in self._cells_holding(self.original):
+        for cell in _cells_holding(self.original, self.prefixes):
             cell.cell_contents = self.replacement
             changed = True
+        _note_moved(self.original, self.replacement)
         return changed
 
     def undo(self) -> list[str]:
         self.applied = False
         for module, name in _attributes_holding(self.replacement):
             setattr(module, name, self.original)
-        for cell in self._cells_holding(self.replacement):
+        for cell in _cells_holding(self.replacement, self.prefixes):
             cell.cell_contents = self.original
+        _note_moved(self.replacement, self.original)
         left = []
         for module_name, name in sorted(self.holders):
             current = vars(sys.modules.get(module_name, ModuleType("gone"))).get(name, self.original)
@@ -154,30 +158,110 @@ class Everywhere:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _cells_holding(self, value: Any) -> Iterator[CellType]:
-        for module_name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and module_name.partition(".")[0] in self.prefixes:
-                for function in list(vars(module).values()):
-                    yield from _cells_of(function, value)
+
+class _Found:
+    """Every holder of every function, from one pass over the modules: id of what is held -> holders."""
+
+    def __init__(self) -> None:
+        self.attributes: dict[int, list[tuple[ModuleType, str]]] = {}
+        self.cells: dict[tuple[str, ...], dict[int, list[CellType]]] = {}
+        for module, name, held in _module_attributes():
+            if type(held) in _FUNCTIONS:  # isinstance would ask objects for their __class__
+                self.attributes.setdefault(id(held), []).append((module, name))
+
+    def cells_in(self, prefixes: tuple[str, ...]) -> dict[int, list[CellType]]:
+        found = self.cells.get(prefixes)
+        if found is None:
+            found = self.cells[prefixes] = {}
+            for cell in _cells(prefixes):
+                found.setdefault(id(cell.cell_contents), []).append(cell)
+        return found
+
+
+class _Pass(threading.local):
+    found: _Found | None = None
+    active = False
+
+
+_pass = _Pass()
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType)
+
+
+@contextlib.contextmanager
+def one_pass() -> Iterator[None]:
+    """Inside, the modules are gone through once, at the first need, and not once for each function.
+
+    With transformers and FLA loaded that takes 60 ms, and `fla.cpu` alone replaces 20 functions. What another thread
+    imports meanwhile is found by the next `apply`.
+    """
+    if _pass.active:
+        yield
+        return
+    _pass.active = True
+    try:
+        yield
+    finally:
+        _pass.active, _pass.found = False, None
+
+
+def _index() -> _Found | None:
+    if _pass.active and _pass.found is None:
+        _pass.found = _Found()
+    return _pass.found
+
+
+def _note_moved(was: Any, now: Any) -> None:
+    """Whoever held `was` holds `now`."""
+    found = _pass.found
+    if found is not None:
+        for holders in (found.attributes, *found.cells.values()):
+            moved: list[Any] = holders.pop(id(was), [])  # type: ignore[attr-defined]
+            holders.setdefault(id(now), []).extend(moved)  # type: ignore[attr-defined]
 
 
 def _attributes_holding(value: Any) -> Iterator[tuple[ModuleType, str]]:
+    found = _index()
+    if found is not None and type(value) in _FUNCTIONS:
+        for module, name in found.attributes.get(id(value), ()):
+            if vars(module).get(name) is value:
+                yield module, name
+        return
+    for module, name, held in _module_attributes():
+        if held is value:
+            yield module, name
+
+
+def _module_attributes() -> Iterator[tuple[ModuleType, str, Any]]:
     # vars(), never getattr: lazy modules import things when an attribute is asked for.
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
+        # our own modules keep originals on purpose
+        if isinstance(module, ModuleType) and not module.__name__.startswith("accel."):
             for name, held in list(vars(module).items()):
-                # our own modules keep originals on purpose
-                if held is value and not module.__name__.startswith("accel."):
-                    yield module, name
+                yield module, name, held
 
 
-def _cells_of(holder: Any, value: Any, depth: int = 3) -> Iterator[CellType]:
-    """Cells holding `value` in a function, in what it wraps, and in the functions that its cells hold in turn.
+def _cells_holding(value: Any, prefixes: tuple[str, ...]) -> Iterator[CellType]:
+    found = _index()
+    for cell in _cells(prefixes) if found is None else found.cells_in(prefixes).get(id(value), ()):
+        if cell.cell_contents is value:
+            yield cell
+
+
+def _cells(prefixes: tuple[str, ...]) -> Iterator[CellType]:
+    """Every filled cell of the functions that the modules of these packages hold."""
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and module_name.partition(".")[0] in prefixes:
+            for held in list(vars(module).values()):
+                yield from _cells_of(held)
+
+
+def _cells_of(holder: Any, depth: int = 3) -> Iterator[CellType]:
+    """The filled cells of a function, of what it wraps, and of the functions in them in turn.
 
     Where Hugging Face's `kernels` is installed, transformers' functions are called by the forward of a class made for
     each of them, of which the module holds an instance.
     """
-    if not isinstance(holder, FunctionType):
+    if type(holder) is not FunctionType:
         made_for_it = "<locals>" in type(holder).__qualname__
         holder = vars(type(holder)).get("forward") if made_for_it else None
     while isinstance(holder, FunctionType):
@@ -188,10 +272,9 @@ def _cells_of(holder: Any, value: Any, depth: int = 3) -> Iterator[CellType]:
                     held = cell.cell_contents
                 except ValueError:  # an empty cell
                     continue
-                if held is value:
-                    yield cell
-                elif depth and isinstance(held, FunctionType):
-                    yield from _cells_of(held, value, depth - 1)
+                yield cell
+                if depth and isinstance(held, FunctionType):
+                    yield from _cells_of(held, depth - 1)
         holder = getattr(holder, "__wrapped__", None)
 
 
