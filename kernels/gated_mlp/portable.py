@@ -1,7 +1,8 @@
-"""The gated MLP in plain torch: any device, differentiable, with the rounding points of three separate layers."""
+"""The gated MLP in plain torch: any device, differentiable. Gate, up and their product are rounded once each."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,7 +20,9 @@ def gated_mlp(
     """See the package. A fused weight's bias is gate_bias, both halves of it."""
     gated = F.linear(x, gate, gate_bias)
     gated, raised = gated.chunk(2, dim=-1) if up is None else (gated, F.linear(x, up, up_bias))
-    return F.linear(activate(gated, activation) * raised, down, down_bias)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    hidden = (activate(gated.to(wide), activation) * raised.to(wide)).to(x.dtype)
+    return F.linear(hidden, down, down_bias)
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
