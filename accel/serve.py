@@ -81,6 +81,7 @@ def wrap(original: Callable[..., Any], adapter: Adapter, state: TargetState) -> 
         return original(*args, **kwargs)
 
     wrapper.__accel__ = call  # type: ignore[attr-defined]
+    call.wrapper = wrapper
     with state.lock:  # another thread may have been faster
         return state.wrappers.setdefault(id(original), wrapper)
 
@@ -97,7 +98,7 @@ def attribute(owner: Any, name: str, adapter: Adapter, state: TargetState) -> li
     call = _behind(current, label, state)
     if call is None:
         return [Attribute(owner, name, _placed(label, current, adapter, state), current)]
-    if state.wrappers[id(call.original)] is current:
+    if current is call.wrapper:
         return [Attribute(owner, name, current, call.original)]
     return [Inside(label, lambda: vars(owner).get(name))]
 
@@ -114,7 +115,7 @@ def everywhere(owner: Any, name: str, adapter: Adapter, state: TargetState) -> l
     call = _behind(current, label, state)
     if call is None:
         return [Everywhere(current, _placed(label, current, adapter, state))]
-    if state.wrappers[id(call.original)] is current:
+    if current is call.wrapper:
         return [Everywhere(call.original, current)]
     return [Inside(label, lambda: vars(owner).get(name))]
 
@@ -138,7 +139,7 @@ def entry(
         if current is not own:
             raise LookupError(f"{label} is {name_of(current)}, not the library's own function, and stays so")
         return [Entry(label, read, write, _placed(label, current, adapter, state), current)]
-    if state.wrappers[id(call.original)] is current:
+    if current is call.wrapper:
         return [Entry(label, read, write, current, call.original)]
     return [Inside(label, read)]
 
@@ -195,6 +196,7 @@ class ServedCall:
         self.original, self.adapter, self.state = original, adapter, state
         self.family = adapter.family
         self._alone = frozenset((adapter.family,))
+        self.wrapper: Callable[..., Any] | None = None  #: what stands for `original`
         self.places: set[str] = set()  #: where the wrapper was put, each a label
         self.plans: dict[tuple[Hashable, str], Choice | Declined] = {}
         self.quarantined: dict[tuple[Hashable, str], str] = {}

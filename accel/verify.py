@@ -1,7 +1,8 @@
 """Shadow verification: run the first calls of each configuration on both sides, compare, quarantine on a mismatch.
 
 Switched on by ACCEL_VERIFY=n. The caller gets our result while it agrees and upstream's when it does not. Off under
-graph capture, in a checkpoint's recomputation, for calls that write to their arguments, and where upstream cannot run.
+graph capture, where a non-reentrant checkpoint runs a region again (the route is fixed; a reentrant one is free to
+change it), for calls that write to their arguments, and where upstream cannot run.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ COMPARED = 4096
 def due(call: ServedCall, key: tuple[Hashable, str]) -> bool:
     """Whether this call is one of the first `policy.verify` of its configuration, and may be run twice."""
     if call.adapter.in_place or key[1] in getattr(call.adapter, "upstream_cannot_run_on", ()):
-        return False
-    if torch._C._current_graph_task_id() != -1:
         return False
     if key[1] != "cpu" and torch.cuda.is_current_stream_capturing():
         return False
@@ -83,7 +82,7 @@ def difference(ours: Any, theirs: Any) -> str | None:
         if x.shape != y.shape or x.dtype != y.dtype:
             return f"{where} is {tuple(x.shape)} {x.dtype}, upstream's {tuple(y.shape)} {y.dtype}"
         x64, y64 = x.detach().double(), y.detach().double()
-        if not torch.equal(x64.isfinite(), y64.isfinite()):
+        if not torch.equal(_not_finite(x64), _not_finite(y64)):
             return f"{where} is not finite where upstream's is, or the other way round"
         x64, y64 = x64.nan_to_num(0, 0, 0), y64.nan_to_num(0, 0, 0)
         error = float((x64 - y64).norm() / y64.norm().clamp_min(1e-30)) if y64.numel() else 0.0
@@ -91,6 +90,11 @@ def difference(ours: Any, theirs: Any) -> str | None:
         if error > limit:
             return f"{where} differs by {error:.2e} relative, limit {limit:.0e} for {y.dtype}"
     return None
+
+
+def _not_finite(x: torch.Tensor) -> torch.Tensor:
+    """0 where finite, else which kind: NaN, Inf or -Inf."""
+    return torch.where(x.isfinite(), 0, x.nan_to_num(2, 1, -1))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
