@@ -447,3 +447,27 @@ def test_the_op_of_compiled_code_equals_the_eager_path(family: str, mode: str, s
         ]
     eager, compiled = (with_gradients(inputs, *result) for result in results)
     assert_equal(eager, compiled)
+
+
+def test_exported_for_every_length(family: str, seed: int) -> None:
+    case = FAMILIES[family].Case((40,), (1, 2), (8, 8), "float32", states=False)
+    inputs = {name: x.detach() for name, x in make(case, seed).items() if not name.startswith("d_")}
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            return public(case)(q, k, v, g, beta, **case.options())[0]
+
+    tokens = torch.export.Dim("tokens")
+    exported = torch.export.export(Module(), tuple(inputs.values()), dynamic_shapes={n: {1: tokens} for n in inputs})
+    shorter = tuple(x[:, :23] for x in inputs.values())
+    torch.testing.assert_close(exported.module()(*shorter), Module()(*shorter))
+
+
+def test_meta_tensors(family: str, mode: str, seed: int) -> None:
+    """Shapes and dtypes without values, gradients included."""
+    case = FAMILIES[family].Case((20, 20), (1, 2), (8, 12), "bfloat16", mode, state_v_first=True)
+    real = make(case, seed)
+    abstract = {name: x.detach().to("meta").requires_grad_(x.requires_grad) for name, x in real.items()}
+    for name, x in case.run(abstract).items():
+        expected = case.run(real)[name]
+        assert x.device.type == "meta" and x.shape == expected.shape and x.dtype == expected.dtype, name
