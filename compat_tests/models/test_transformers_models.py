@@ -13,10 +13,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import accel
-from accel.testing import ERROR_RATIO, accuracy
+from accel.testing import ERROR_RATIO, accuracy, snapshot
 from accel.verify import TOLERANCE
 
 VOCABULARY, LENGTH, SEED = 128, 70, 20261130
@@ -319,28 +318,6 @@ def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool) -> N
     assert equal(whole, results(model, inputs))
 
 
-def snapshot() -> dict[tuple[str, ...], int]:
-    """Identities of everything that accel may replace: module globals, class attributes, closures, registry entries."""
-    found: dict[tuple[str, ...], int] = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] not in ("transformers", "fla", "diffusers"):
-            continue
-        for name, value in list(vars(module).items()):
-            found[module_name, name] = id(value)
-            if isinstance(value, type):
-                found.update({(module_name, name, key): id(item) for key, item in list(vars(value).items())})
-            function: Any = value
-            depth = 0
-            while isinstance(function, FunctionType) and module_name.startswith("transformers."):
-                for index, cell in enumerate(function.__closure__ or ()):
-                    with contextlib.suppress(ValueError):
-                        found[module_name, name, str(depth), str(index)] = id(cell.cell_contents)
-                function, depth = getattr(function, "__wrapped__", None), depth + 1
-    interface = importlib.import_module("transformers.modeling_utils").AttentionInterface
-    found.update({("AttentionInterface", key): id(entry) for key, entry in interface._global_mapping.items()})
-    return found
-
-
 def test_restore_leaves_no_trace() -> None:
     """Every object is the very same, the models and what they made of themselves included."""
     models = [described.build() for described in MODELS.values()]
@@ -350,13 +327,11 @@ def test_restore_leaves_no_trace() -> None:
     before = snapshot()
     keys = [sorted(vars(module)) for model in models for module in model.modules()]
     accel.accelerate()
-    assert sum(before[key] != identity for key, identity in snapshot().items() if key in before) > 30
+    assert len(before.changed(snapshot())) > 30
     for model in models:
         model(tokens("cpu"))
     accel.restore()
-    after = snapshot()
-    changed = [key for key, identity in before.items() if after.get(key) != identity]
-    assert not changed, changed[:20]
+    assert before.changed(snapshot()) == []
     assert keys == [sorted(vars(module)) for model in models for module in model.modules()]
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as modules
 
 from accel import serve
 from accel.kernels.gated_mlp import GatedMlpFacts, facts_of, gated_mlp, plan, shapes_problem
@@ -26,10 +25,8 @@ from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
 from accel.state import TargetState
 
-from .. import checks
+from .. import checks, modules
 from . import recognise
-
-_LINEAR_FORWARD = nn.Linear.forward
 
 
 class Mlp:
@@ -66,14 +63,11 @@ class Mlp:
         """
         if type(module) is not self.cls:
             raise Decline(f"{type(module).__name__} is a subclass of {self.cls.__name__}")
-        if modules._has_any_global_hook():  # type: ignore[no-untyped-call]
-            raise Decline("global module hooks are registered")
-        if nn.Linear.forward is not _LINEAR_FORWARD:
-            raise Decline("nn.Linear.forward was replaced")
+        modules.no_global_changes()
         names, children = self.layers, module._modules
-        gate, gate_bias = _linear(names.gate, children.get(names.gate))
-        up, up_bias = (None, None) if names.up is None else _linear(names.up, children.get(names.up))
-        down, down_bias = _linear(names.down, children.get(names.down))
+        gate, gate_bias = modules.linear(names.gate, children.get(names.gate))
+        up, up_bias = (None, None) if names.up is None else modules.linear(names.up, children.get(names.up))
+        down, down_bias = modules.linear(names.down, children.get(names.down))
         return (gate, up, down, gate_bias, up_bias, down_bias), _activation(names.act, children.get(names.act))
 
     def plan(self, facts: GatedMlpFacts, arch: str) -> Choice | Declined:
@@ -100,32 +94,11 @@ def patch(module: ModuleType, state: TargetState) -> Iterable[Rebinding]:
             yield from serve.attribute(cls, "forward", Mlp(cls, meaning), state)
 
 
-def _linear(name: str, layer: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of a layer that is nn.Linear and nothing more."""
-    # The exact class: LoRA, quantised and parametrized layers are subclasses or have a `weight` that is not all.
-    if type(layer) is not nn.Linear:
-        raise Decline(f"{name} is a {type(layer).__name__}, not nn.Linear")
-    _untouched(name, layer)
-    parameters = layer._parameters
-    weight = parameters.get("weight")
-    if weight is None or "weight" in layer.__dict__ or "bias" in layer.__dict__:
-        raise Decline(f"{name} has no weight parameter of its own")
-    return weight, parameters.get("bias")
-
-
-def _untouched(name: str, layer: nn.Module) -> None:
-    """Decline a layer with hooks or a forward of its own: accelerate, tensor parallelism, FSDP, kernelize, pruning."""
-    if "forward" in layer.__dict__:
-        raise Decline(f"{name} has a forward of its own")
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-        raise Decline(f"{name} has hooks")
-
-
 def _activation(name: str, layer: nn.Module | None) -> str:
     known = _activations().get(type(layer))
     if known is None or layer is None:
         raise Decline(f"{name} is a {type(layer).__name__}, none of silu, gelu_tanh and gelu_erf")
-    _untouched(name, layer)
+    modules.untouched(name, layer)
     activation, forward = known
     if type(layer).forward is not forward:
         raise Decline(f"{type(layer).__name__}.forward was replaced")

@@ -132,16 +132,18 @@ def classes_of(module: ModuleType) -> Iterator[tuple[type, GatedMlp | RmsNorm]]:
 
 
 def arguments(names: tuple[str, ...], args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
-    """The values of a recognised forward's arguments, None for one left out. `args` starts with the module.
+    """The module and the values of a recognised forward's arguments, None for one left out but the first.
 
-    Raises Decline where they do not fit, so that upstream raises its own error.
+    `args` starts with the module. Raises Decline where they do not fit, so that upstream raises its own error.
     """
-    if not keywords and len(args) == len(names) + 1:
+    if not keywords and len(args) == len(names) + 1 and args[1] is not None:
         return args
     values = dict(zip(names, args[1:], strict=False))
     if not args or len(args) > len(names) + 1 or any(name in values or name not in names for name in keywords):
         raise Decline("the arguments do not fit the signature")
     values.update(keywords)
+    if values.get(names[0]) is None:
+        raise Decline(f"{names[0]} is None")
     return (args[0], *(values.get(name) for name in names))
 
 
