@@ -459,7 +459,7 @@ def test_threads_that_call_and_threads_that_switch(upstream) -> None:
             accel.status()
 
     def switches() -> None:
-        for round_ in range(45):
+        for round_ in range(9):
             if round_ % 3:
                 upstream.on()
                 accel.restore()

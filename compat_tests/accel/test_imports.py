@@ -245,7 +245,7 @@ def test_two_threads_that_import_and_one_that_switches(upstream) -> None:
 
     def switch() -> None:
         try:
-            for _ in range(30):
+            for _ in range(10):
                 upstream.on()
                 accel.restore()
         except BaseException as error:
