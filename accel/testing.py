@@ -1,4 +1,4 @@
-"""What the project's tests, benchmarks and `accel certify` share: the accuracy rule, and snapshots of the upstreams."""
+"""What the project's tests, benchmarks and `accel certify` share: accuracy, oracles, and snapshots of the upstreams."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 ERROR_RATIO = 1.25  #: our relative error may be this many times upstream's
 LARGEST_RATIO = 2.0  #: our largest single difference may be this many times upstream's
@@ -77,6 +78,17 @@ def accuracy(ours: Tensor, theirs: Tensor, oracle: Tensor) -> Accuracy:
         _over(largest_theirs, top),
         largest_ratio,
     )
+
+
+class InDouble(TorchFunctionMode):
+    """Upstream's casts to fp32 are casts to fp64 instead: given fp64 inputs, its own code is the oracle."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 #: What is looked into for the objects of the upstream libraries.

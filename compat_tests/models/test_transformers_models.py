@@ -21,10 +21,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import accel
-from accel.testing import ERROR_RATIO, accuracy, snapshot
+from accel.testing import ERROR_RATIO, InDouble, accuracy, snapshot
 from accel.verify import TOLERANCE
 
 VOCABULARY, LENGTH, SEED = 128, 70, 20261130
@@ -155,17 +154,6 @@ def equal(a: Results, b: Results) -> bool:
 def generated(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model.generate(inputs[:, :20], max_new_tokens=12, do_sample=False)
-
-
-class InDouble(TorchFunctionMode):
-    """Every cast to fp32 that a model's code makes is one to fp64 instead."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        args = [torch.float64 if value is torch.float32 else value for value in args]
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
 
 
 def oracle(model: nn.Module, inputs: torch.Tensor) -> Results:
