@@ -61,11 +61,12 @@ class CpuAdapter:
     def __init__(self, op: CpuOp) -> None:
         self.op = op
         self.in_place = op.name in IN_PLACE
+        self._names = tuple(inspect.signature(op.replacement).parameters)
         self._fitting: dict[tuple[Any, ...], bool] = {}
 
     def facts(self, *args: Any, **kwargs: Any) -> tuple[CpuFacts, torch.device]:
         self._check_signature(args, kwargs)
-        device = checks.plain(**dict(_tensors(args, kwargs)))
+        device = checks.plain(**dict(self._tensors(args, kwargs)))
         return CpuFacts(self.op.name, device.type), device
 
     def plan(self, facts: CpuFacts, arch: str) -> Choice | Declined:
@@ -77,7 +78,7 @@ class CpuAdapter:
         return self.op.replacement(*args, **kwargs)
 
     def compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for _, tensor in _tensors(args, kwargs):
+        for _, tensor in self._tensors(args, kwargs):
             if tensor.device.type != "cpu":
                 return original(*args, **kwargs)
         try:
@@ -100,13 +101,12 @@ class CpuAdapter:
         if not fits:
             raise Decline(f"{len(args)} positional arguments and ({', '.join(kwargs)}) do not fit {self.op.name}")
 
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors among the arguments, and in lists and tuples of them, each with a name for reasons."""
-    for name, value in [*((f"argument {index}", value) for index, value in enumerate(args)), *kwargs.items()]:
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                if isinstance(item, torch.Tensor):
-                    yield f"{name}[{index}]", item
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors among the arguments, and in lists and tuples of them, each with its name."""
+        for name, value in (*zip(self._names, args, strict=False), *kwargs.items()):
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif isinstance(value, (list, tuple)):
+                for index, item in enumerate(value):
+                    if isinstance(item, torch.Tensor):
+                        yield f"{name}[{index}]", item
