@@ -52,8 +52,8 @@ def kda(
 
     Everything is computed in fp32 (fp64, including the final state, if q, k, v or g is fp64), also under autocast.
     Differentiable once in q, k, v, g, beta, initial_state, A_log and dt_bias, through both results; gradients come in
-    each input's dtype. A second derivative raises RuntimeError; there is no forward mode and no vmap. Deterministic on a
-    CPU.
+    each input's dtype. A second derivative raises RuntimeError; there is no forward mode and no vmap. Deterministic
+    on a CPU.
 
     Under torch.compile a call is one opaque op, whose backward runs the forward once more.
 
