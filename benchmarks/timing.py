@@ -1,8 +1,8 @@
-"""Timing shared by the benchmarks: interleaved providers, cold caches, a queue that hides the host, and the result rows.
+"""Timing shared by the benchmarks: interleaved providers, cold caches, a queue that hides the host, result rows.
 
-Device time: the stream is first kept busy by a sleep kernel while the host queues a batch of calls between two events, so a
-slow host does not appear in it. Inputs rotate and outputs are kept until all of them have been used once, so that neither is
-found in the L2.
+Device time: the stream is first kept busy by a sleep kernel while the host queues a batch of calls between two events,
+so a slow host does not appear in it. Inputs rotate and outputs are kept until all of them have been used once, so that
+neither is found in the L2.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def device_times(
 ) -> dict[str, Quantiles]:
     """Milliseconds per call of each provider, measured in turns within each round.
 
-    A provider is called with the number of the input to use, 0..turns-1. `batch` calls (default: one turn) are timed together.
+    A provider is called with the number of the input to use, 0..turns-1. `batch` calls are timed together, by default
+    one turn.
     """
     batch = batch or turns
     samples: dict[str, list[float]] = {name: [] for name in providers}

@@ -3,9 +3,9 @@
     python benchmarks/ops/norm.py --out benchmarks/results/h200/norm.jsonl
     python benchmarks/ops/norm.py --sweep fwd|bwd      launch configurations side by side, nothing is written
 
-Upstream is transformers' LlamaRMSNorm and Qwen3NextRMSNormGated, unpatched. `fwd` runs without gradients; `fwd_bwd` is forward,
-then dx, dweight (and dgate). The floor is the bytes that must move over the bandwidth of a large copy in the same run:
-forward x and y (and the gate); backward x, dy, dx (and the gate twice).
+Upstream is transformers' LlamaRMSNorm and Qwen3NextRMSNormGated, unpatched. `fwd` runs without gradients; `fwd_bwd` is
+forward, then dx, dweight (and dgate). The floor is the bytes that must move over the bandwidth of a large copy in the
+same run: forward x and y (and the gate); backward x, dy, dx (and the gate twice).
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,14 +29,17 @@ from accel.kernels.norm import launch, rms_norm, rms_norm_gated
 from accel.kernels.norm.config import BwdConfig, FwdConfig
 from accel.kernels.norm.plan import NormConfigs, plan
 from accel.kernels.runtime import arch as archs
-from accel.kernels.runtime.compile import Kernel, function, source_digest
+from accel.kernels.runtime.compile import Kernel, function
+from accel.source_hash import source_hash
 from benchmarks.timing import Quantiles, Rows, clocks, copy_bandwidth, device_times, host_times, rotations
 
+ROOT = Path(__file__).resolve().parents[2]
 EPS = 1e-6
 CASES = {
     "rms_norm_8192x2048": (8192, 2048, False),
     "rms_norm_8192x4096": (8192, 4096, False),
     "rms_norm_8192x8192": (8192, 8192, False),
+    "rms_norm_262144x128": (262144, 128, False),
     "rms_norm_gated_262144x128": (262144, 128, True),
 }
 
@@ -124,6 +130,44 @@ def measure(rows: Rows, case: str, bandwidth: float, rounds: int) -> None:
     print(
         f"{case:28} host     accel {times['accel'].p50:6.1f} us  upstream {times['upstream'].p50:6.1f} us", flush=True
     )
+
+
+# --- The first call of a process -----------------------------------------------------------------------------------
+
+FIRST_CALL = """
+import sys, time
+import torch
+torch.zeros(1, device="cuda").sum().item()
+start = time.perf_counter()
+from benchmarks.ops import norm
+setup = norm.setup(*norm.CASES[sys.argv[1]], turns=1)
+torch.cuda.synchronize()
+middle = time.perf_counter()
+setup.{provider}(0)
+torch.cuda.synchronize()
+print(time.perf_counter() - middle)
+"""
+
+
+def measure_cold_start(rows: Rows, case: str, repeats: int = 3) -> None:
+    """Milliseconds of a process's first call with gradients, forward and backward loaded: accel with an empty kernel
+    cache (it compiles) and with a filled one, and upstream. Importing torch and the modules, and the CUDA context, are
+    not in it.
+    """
+    run = rows.run_id()
+    with tempfile.TemporaryDirectory() as folder:
+        samples: dict[tuple[str, str], list[float]] = {}
+        for i in range(repeats):
+            cache = str(Path(folder) / str(i))
+            for provider, metric in (("accel", "empty_cache"), ("accel", "filled_cache"), ("upstream", "time")):
+                command = [sys.executable, "-c", FIRST_CALL.format(provider=provider), case]
+                environment = {**os.environ, "ACCEL_CACHE_DIR": cache}
+                done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment)
+                samples.setdefault((provider, metric), []).append(float(done.stdout.split()[-1]) * 1e3)
+    for (provider, metric), values in samples.items():
+        q = Quantiles.of(values)
+        rows.add(case, provider, "cold_start", q, run, metric=metric)
+        print(f"{case:28} first call  {provider:8} {metric:12} {q.p50:8.1f} ms", flush=True)
 
 
 # --- Launch configurations side by side ----------------------------------------------------------------------------
@@ -217,6 +261,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--sweep", choices=("fwd", "bwd"))
+    parser.add_argument("--cold", action="store_true", help="only the first call of new processes (pass cold_start)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed")
@@ -225,8 +270,13 @@ def main() -> None:
         return
     import transformers
 
-    digest = source_digest("norm", "any_fwd")[:8] + source_digest("norm", "any_bwd")[:8]
-    rows = Rows("benchmarks/ops/norm.py", digest, f"transformers {transformers.__version__}")
+    rows = Rows("benchmarks/ops/norm.py", source_hash("norm"), f"transformers {transformers.__version__}")
+    if args.cold:
+        for case in args.case or CASES:
+            measure_cold_start(rows, case)
+        if args.out:
+            rows.write(args.out)
+        return
     bandwidth = copy_bandwidth()
     print(
         f"{rows.gpu}, torch {torch.__version__}, {rows.upstream}, copy {bandwidth / 1e12:.2f} TB/s, {clocks()}",

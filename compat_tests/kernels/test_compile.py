@@ -153,7 +153,8 @@ import sys, time
 import accel
 from accel.kernels.norm.config import FwdConfig
 from accel.kernels.runtime import compile as runtime
-kernel = runtime.Kernel("norm", "any_fwd", FwdConfig("bfloat16", "bfloat16", 64, "cast_then_weight", None, False, 2, 64, False))
+config = FwdConfig("bfloat16", "bfloat16", 64, "cast_then_weight", None, False, 2, 64, False)
+kernel = runtime.Kernel("norm", "any_fwd", config)
 assert callable(runtime.function(kernel, "sm_90a"))
 assert not [name for name in sys.modules if name.split(".")[0] == "cutlass"], "the compiler was imported"
 """

@@ -1,4 +1,4 @@
-"""The norm family without a GPU: plain torch against the oracle, the plan, and how tensors are handed to the kernels."""
+"""The norm family without a GPU: plain torch against the oracle, the plan, how tensors are handed to the kernels."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ CONFIGS = (
     ("sm_90", 8192, "bfloat16", "bfloat16", "cast_then_weight", None, 1),
     ("sm_90", 2048, "bfloat16", "float32", "cast_then_weight", None, 1),
     ("sm_90", 16384, "float32", "float32", "zero_centred", None, 1),
+    ("sm_90", 14336, "bfloat16", "bfloat16", "zero_centred", None, 1),
     ("sm_90", 1000, "float16", "float32", "weight_in_fp32", None, 2),
     ("sm_90", 128, "bfloat16", "bfloat16", "cast_then_weight", "silu", 1),
     ("sm_90", 16384, "float32", "float32", "cast_then_weight", "silu", 1),

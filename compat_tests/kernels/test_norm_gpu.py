@@ -1,4 +1,4 @@
-"""The norm kernels on a GPU against the fp64 oracle, within the accuracy rule, on outputs filled with NaN beforehand."""
+"""The norm kernels on a GPU against the fp64 oracle, within the accuracy rule, into outputs filled with NaN."""
 
 from __future__ import annotations
 

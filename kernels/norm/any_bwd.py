@@ -1,10 +1,10 @@
 """RMSNorm backward, plain and gated, one source for every target.
 
-Persistent CTAs walk over groups of rows_per_cta rows. x, dy and the gate arrive through a ring of asynchronous copies in
-shared memory; a thread reads back only what it copied itself, so the ring needs no barrier. rstd is recomputed from x: both
-row sums (x*x and x*g, g the gradient before the norm) share one reduction. dweight is summed per thread in fp32 over the
-CTA's rows, then over the CTA's row slots, written as one partial row per CTA, and a second kernel adds the partial rows in a
-fixed order: no atomics, the same bits every time for the same grid.
+Persistent CTAs walk over groups of rows_per_cta rows. x, dy and the gate arrive through a ring of asynchronous copies
+in shared memory; a thread reads back only what it copied itself, so the ring needs no barrier. rstd is recomputed from
+x: both row sums (x*x and x*g, g the gradient before the norm) share one reduction. dweight is summed per thread in fp32
+over the CTA's rows, then over the CTA's row slots, written as one partial row per CTA, and a second kernel adds the
+partial rows in a fixed order: no atomics, the same bits every time for the same grid.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """RMSNorm forward, plain and gated, one source for every target.
 
-Each CTA takes rows_per_cta rows. A row is read once with 16-byte loads, all of them in flight together, kept in registers as
-it came, summed in fp32 by warp shuffles (and shared memory where a row spans warps), then scaled and written.
+Each CTA takes rows_per_cta rows. A row is read once with 16-byte loads, all of them in flight together, kept in
+registers as it came, summed in fp32 by warp shuffles (and shared memory where a row spans warps), then scaled and
+written.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class NormForward:
 
     @cute.jit
     def scale(self, x, w, gate, rstd: Float32):
-        """The rounding points of the form: what is cast to x's dtype before the weight, before the gate, and at the end."""
+        """The rounding points of the form: what is cast to x's dtype before the weight, before the gate, at the end."""
         c = self.config
         dtype, odtype = DTYPES[c.dtype], DTYPES[c.out_dtype]
         normed = x.to(Float32) * rstd

@@ -1,7 +1,7 @@
 """Device helpers of the norm kernels: rows to threads, 16-byte accesses, row sums, the gate.
 
-A thread t of a row owns the vectors t, t + threads_per_row, ...; a vector is 16 bytes of x. Fragments are (vector, vectors
-per thread); tensors of another width use the same elements with two accesses each.
+A thread t of a row owns the vectors t, t + threads_per_row, ...; a vector is 16 bytes of x. Fragments are (vector,
+vectors per thread); tensors of another width use the same elements with two accesses each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Named inputs of the norm family, for certificates, tests and benchmarks: every form, dtype pair, layout and row size class.
+"""Named inputs of the norm family, for certificates, tests and benchmarks.
 
-The smallest set that visits each branch of both kernels: rows under a warp, of whole warps, with idle threads and idle vectors;
-one and two row levels; copies; no rows and one row; values at the ends of fp32.
+The smallest set that visits each branch of both kernels: every form, dtype pair and layout; rows under a warp, of whole
+warps, with idle threads and idle vectors; one and two row levels; copies; no rows and one row; values at the ends of
+fp32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launch configurations of the norm kernels: frozen, checked on construction, and all that a compiled kernel is keyed on.
+"""Launch configurations of the norm kernels: frozen, checked on construction, all that a compiled kernel is keyed on.
 
 Nothing here depends on the number of rows: one compiled kernel serves every batch and length.
 """
@@ -30,8 +30,8 @@ class RowsConfig:
     two_level: bool  #: a row index is (outer, inner) with a stride each, else one stride
     threads_per_row: int  #: a power of two up to a warp, then whole warps
     rows_per_cta: int
-    #: Start while the kernel before it in the stream drains (programmatic dependent launch, sm_90 and newer). Nothing is read
-    #: or written before that kernel's results are visible.
+    #: Start while the kernel before it in the stream drains (programmatic dependent launch, sm_90 and newer). Nothing
+    #: is read or written before that kernel's results are visible.
     overlap: bool
 
     def __post_init__(self) -> None:

@@ -194,7 +194,7 @@ def fitting(dy: Tensor, x: Tensor, gate: Tensor | None, levels: int) -> Tensor:
 
 
 def _views(levels: int, *tensors: Tensor | None) -> list[Tensor]:
-    """The tensors as (rows, hidden), or as (outer, inner, hidden) at two levels; misaligned and unreachable ones copied."""
+    """The tensors as (rows, hidden), or (outer, inner, hidden) at two levels; copies of what a kernel cannot reach."""
     kept = [t for t in tensors if t is not None]
     first = kept[0]
     hidden = first.shape[-1]
@@ -241,8 +241,8 @@ def _aligned(t: Tensor) -> Tensor:
 def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, thunk that compiles into the disk cache) for the common calls on the archs that a compile target serves.
 
-    Every hidden size has kernels of its own, so this is a list of sizes, not all that plan() can choose: the sizes of current
-    models, bf16, one and two row levels. Others compile on first use, in one to three seconds.
+    Every hidden size has kernels of its own, so this is a list of sizes, not all that plan() can choose: the sizes of
+    current models, bf16, one and two row levels. Others compile on first use, in one to three seconds.
     """
     for arch in archs.known_archs():
         if archs.compile_target(arch) == target:

@@ -45,7 +45,8 @@ def plan(facts: NormFacts, arch: str) -> Choice | Declined:
     if facts.needs_grad and configs.backward is None:
         limit = archs.limits(arch).smem_per_cta // archs.KIB
         return Declined(
-            f"hidden={facts.hidden} {facts.dtype}: the backward of a row needs more than {limit} KB of shared memory on {arch}"
+            f"hidden={facts.hidden} {facts.dtype}: the backward of a row needs more than {limit} KB of shared memory"
+            f" on {arch}"
         )
     return Choice(
         FAMILY,
@@ -103,16 +104,18 @@ def forward_config(key: _Key, arch: str) -> FwdConfig:
 
 
 def backward_config(key: _Key, arch: str) -> BwdConfig | None:
-    """One CTA an SM, of two rows or more where they fit: a ring of 96 to 144 KB keeps the memory busy, and half as many
-    partial sums are left for the second kernel as with two CTAs. Measured on an H200, 8192 rows, bf16: 6% faster than two
-    CTAs at hidden 2048 to 8192, and 3% faster with two stages of two rows than with three of one at 8192.
+    """One CTA of about 512 threads an SM: a ring of 96 to 144 KB keeps the memory busy, and half as many partial sums
+    are left for the second kernel as with two CTAs. Measured on an H200, 8192 rows, bf16: 256 threads are 9% slower at
+    hidden 2048 and 10% at 4096; two CTAs 4 to 6% slower at 2048 and 4096; a third stage 2% slower at 4096 and 8192.
 
     None: not one stage fits.
     """
     limits = archs.limits(arch)
     gated = key[4] is not None
-    tpr = threads_per_row(_vectors(key), wanted=2 if gated else 4)
-    most = max(1, 512 // tpr if gated or tpr == 256 else 256 // tpr)
+    vectors = _vectors(key)
+    # Few vectors a thread in rows under a warp: one slot adds up the sums of all the others at the end.
+    tpr = threads_per_row(vectors, wanted=1 if vectors < 16 else 2 if gated or vectors < 4 * WARP else 4)
+    most = max(1, 512 // tpr)
     for ring in (RING_BYTES, limits.smem_per_cta):
         for rows in dict.fromkeys((most, max(1, most // 2), 1)):
             if tpr * rows % WARP:
@@ -120,14 +123,17 @@ def backward_config(key: _Key, arch: str) -> BwdConfig | None:
             for stages in (3, 2):
                 config = BwdConfig(*key, tpr, rows, overlaps(arch), stages=stages)
                 if config.ring_bytes <= ring and config.smem_bytes <= limits.smem_per_cta:
-                    return _with_registers(config)
+                    return _with_registers(config, arch)
     config = BwdConfig(*key, tpr, max(1, WARP // tpr), overlaps(arch), stages=1)
-    return _with_registers(config) if config.smem_bytes <= limits.smem_per_cta else None
+    return _with_registers(config, arch) if config.smem_bytes <= limits.smem_per_cta else None
 
 
-def _with_registers(config: BwdConfig) -> BwdConfig:
-    """The weight is read again for every row where the sums of dweight alone take half of a thread's registers."""
-    crowded = config.vectors_per_thread * config.vector > 16 and (config.gated or config.dtype == "float32")
+def _with_registers(config: BwdConfig, arch: str) -> BwdConfig:
+    """The weight is read again for every row where it and the sums of dweight would not fit a thread's registers."""
+    many = config.vectors_per_thread * config.vector > 16
+    # With more than 256 threads a thread has 128 registers; the code for sm_100 needs a few more than that for sm_90.
+    tight = config.threads > 256 and arch not in ("sm_80", "sm_86", "sm_89", "sm_90")
+    crowded = many and (config.gated or config.dtype == "float32" or config.threads_per_row > 256 or tight)
     return replace(config, reload_weight=True) if crowded else config
 
 
@@ -141,7 +147,7 @@ def _vectors(key: _Key) -> int:
 
 
 def threads_per_row(vectors: int, wanted: int) -> int:
-    """Threads for a row of 16-byte vectors: `wanted` vectors each or near it, with few of them idle; at most 512 threads."""
+    """Threads for a row of 16-byte vectors: near `wanted` vectors each, with few of them idle; at most 512 threads."""
     narrow = [1 << k for k in range(6)]
     wide = [WARP * k for k in range(2, 17)]
     best = None

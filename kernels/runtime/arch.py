@@ -1,7 +1,7 @@
 """Dispatch arch (what the GPU is) apart from compile target (what the code is built for).
 
-Plans speak of the dispatch arch, "sm_90" or "cpu". A kernel written for an older class runs on a newer GPU when it is compiled
-for that GPU's own target, because kernel classes never branch on the target.
+Plans speak of the dispatch arch, "sm_90" or "cpu". A kernel written for an older class runs on a newer GPU when it is
+compiled for that GPU's own target, because kernel classes never branch on the target.
 """
 
 from __future__ import annotations

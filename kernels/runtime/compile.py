@@ -1,12 +1,13 @@
 """From a kernel's description to a function that launches it: memory, then the disk cache, then the compiler.
 
 A kernel is (family, module, config, target). Its device module lives in kernels/<family>/<module>.py and offers
-`build(config) -> (traceable host function, stand-in arguments)`. Stand-ins have symbolic shapes, so one compiled kernel serves
-every length. What comes back is the raw tvm-ffi function: positional arguments, torch tensors passed as they are, torch's
-current stream, argument checks compiled in.
+`build(config) -> (traceable host function, stand-in arguments)`. Stand-ins have symbolic shapes, so one compiled kernel
+serves every length. What comes back is the raw tvm-ffi function: positional arguments, torch tensors passed as they
+are, torch's current stream, argument checks compiled in.
 
-The compiler is imported only to compile. A warm start loads an object file: linked by the C compiler into a library that needs
-the DSL's runtime library alone, or, without a C compiler, by the DSL's own loader. Compiling needs no GPU, for any target.
+The compiler is imported only to compile. A warm start loads an object file: linked by the C compiler into a library
+that needs the DSL's runtime library alone, or, without a C compiler, by the DSL's own loader. Compiling needs no GPU,
+for any target.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ def sm_count(index: int) -> int:
 def collapse_rows(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     """Leading dimensions of `shape` merged as far as every tensor allows; `strides` are theirs, one list a tensor.
 
-    All but the last dimension are rows. Returns the merged extents (outermost first, 1 or 2 of them), or None where more
-    than two levels would be left. Dimensions of extent 1 merge with anything; a tensor without rows is one level.
+    All but the last dimension are rows. Returns the merged extents (outermost first, 1 or 2 of them), or None where
+    more than two levels would be left. Dimensions of extent 1 merge with anything; a tensor without rows is one level.
     """
     rows = [(n, d) for d, n in enumerate(shape[:-1]) if n != 1]
     if not rows:

@@ -1,4 +1,4 @@
-"""What a compiled kernel turned into: instructions, registers and stack, read from its cubin on a machine without a GPU.
+"""What a compiled kernel turned into: its instructions and registers, read from its cubin on a machine without a GPU.
 
 Needs NVIDIA's nvdisasm (`pip install nvidia-cuda-nvdisasm`, or the CUDA toolkit).
 """
