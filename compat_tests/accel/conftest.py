@@ -1,12 +1,17 @@
-"""A small upstream library made for one test, and the targets that patch it."""
+"""A small upstream library made for one test with the targets that patch it, and environments with accel installed."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
+import os
+import shutil
+import subprocess
 import sys
+import sysconfig
 import textwrap
 import types
+import venv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,3 +186,77 @@ def register(monkeypatch: pytest.MonkeyPatch, made: tuple[Target, ...]) -> None:
     for target in made:
         monkeypatch.setitem(targets.BY_NAME, target.name, target)
         monkeypatch.setitem(STATES, target.name, TargetState(target))
+
+
+# --- Installations ---------------------------------------------------------------------------------------------------
+
+ROOT = Path(accel.__file__).resolve().parent.parent
+PACKAGED = ("accel", "kernels", "patches")
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A Python environment with accel in it; torch and the libraries are those of the one that runs the tests."""
+
+    python: Path
+    site: Path  #: its site-packages
+
+    def run(
+        self, *arguments: str, cwd: Path, environ: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run this Python; ACCEL_ and PYTHON variables of the tests are not passed on."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCEL_", "PYTHON"))}
+        environ = {**inherited, "PYTHONDONTWRITEBYTECODE": "1", **(environ or {})}
+        return subprocess.run(
+            [str(self.python), *arguments],
+            cwd=cwd,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a checkout holds, so that building leaves nothing in the real one."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in PACKAGED:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "accel_autoload.pth"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def pip(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def bare(folder: Path) -> Installation:
+    """An environment that sees this one's packages, by a .pth that is read after accel's own."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    made = Installation(folder / "bin" / "python", folder / "lib" / version / "site-packages")
+    (made.site / "zz_libraries.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return made
+
+
+@pytest.fixture(scope="session")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built once."""
+    into = tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source") / "tree"
+    shutil.copytree(checkout, source)
+    pip("wheel", "--no-deps", "--no-build-isolation", "-w", into, source)
+    (built,) = into.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def from_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    made = bare(tmp_path_factory.mktemp("from_wheel"))
+    pip("--python", made.python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
+    return made
