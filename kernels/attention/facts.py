@@ -112,8 +112,7 @@ def read(
         raise Decline(f"q is {_name(dtype)}, k {_name(k.dtype)}, v {_name(v.dtype)}")
     mask_kind, mask_layout = "none", "none"
     if mask is not None:
-        mask_kind = _mask(mask, (batch, heads_q, seqlen_q, keys), key_mask)
-        mask_layout = layout(mask)
+        mask_kind, mask_layout = _mask(mask, (batch, heads_q, seqlen_q, keys), key_mask)
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     q_layout = k_layout = v_layout = "aligned"
     # The one test that nearly every call passes; the layouts one by one cost 0.7 us more.
@@ -156,7 +155,8 @@ def layout(tensor: torch.Tensor) -> str:
     return "rows" if bits % (ALIGNMENT // tensor.element_size()) else "aligned"
 
 
-def _mask(mask: torch.Tensor, shape: tuple[int, int, int, int], key_mask: bool) -> str:
+def _mask(mask: torch.Tensor, shape: tuple[int, int, int, int], key_mask: bool) -> tuple[str, str]:
+    """Kind and layout."""
     if mask.dtype is torch.bool:
         kind = "bool"
     elif mask.dtype.is_floating_point:
@@ -166,14 +166,22 @@ def _mask(mask: torch.Tensor, shape: tuple[int, int, int, int], key_mask: bool) 
     if key_mask:
         if mask.shape != (shape[0], shape[3]):
             raise Decline(f"the key mask is {tuple(mask.shape)}, the keys are {(shape[0], shape[3])}")
-        return _MASKS[kind, shape[0] > 1 and mask.stride(0) != 0, False, False]
-    if mask.dim() != 4:
-        raise Decline(f"the mask has {mask.dim()} dimensions, not 4")
-    b, h, q, k = mask.shape
+        return _MASKS[kind, shape[0] > 1 and mask.stride(0) != 0, False, False], layout(mask)
+    sizes = mask.shape
+    if len(sizes) != 4:
+        raise Decline(f"the mask has {len(sizes)} dimensions, not 4")
+    b, h, q, k = sizes
     if k != shape[3] or (b != 1 and b != shape[0]) or (h != 1 and h != shape[1]) or (q != 1 and q != shape[2]):
-        raise Decline(f"the mask is {tuple(mask.shape)}, the scores are {shape}")
-    strides = mask.stride()
-    return _MASKS[kind, b > 1 and strides[0] != 0, h > 1 and strides[1] != 0, q > 1 and strides[2] != 0]
+        raise Decline(f"the mask is {tuple(sizes)}, the scores are {shape}")
+    s_b, s_h, s_q, s_k = mask.stride()
+    s_b, s_h, s_q = s_b if b > 1 else 0, s_h if h > 1 else 0, s_q if q > 1 else 0
+    if s_k != 1:
+        where = layout(mask)
+    elif (s_b | s_h | s_q | mask.storage_offset()) % (ALIGNMENT // mask.element_size()):
+        where = "rows"
+    else:
+        where = "aligned"
+    return _MASKS[kind, s_b != 0, s_h != 0, s_q != 0], where
 
 
 @cache

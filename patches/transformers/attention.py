@@ -24,7 +24,7 @@ from .. import checks, sdpa
 
 #: Keywords that ask for other maths or for a warning. Upstream's function, 5.17 to 5.24, reads `softcap` (raises) and
 #: `output_attentions` (warns), and drops the learned sinks in silence; what it makes of them stays its business.
-DECLINED_KEYWORDS = ("softcap", "s_aux", "sinks", "output_attentions")
+DECLINED_KEYWORDS = frozenset(("softcap", "s_aux", "sinks", "output_attentions"))
 #: Keywords that models pass and upstream's function takes and ignores: the window and the packing are in the mask,
 #: everything else is meant for other implementations. So it does with any keyword not named here, and so do we.
 IGNORED_KEYWORDS = (
@@ -67,11 +67,9 @@ class Sdpa:
 
         q, k and v are (batch, heads, seqlen, head_dim); k and v carry the kv heads, which upstream repeats.
         """
-        if kwargs:
-            for name in DECLINED_KEYWORDS:
-                given = kwargs.get(name)
-                if given is not None and given is not False:
-                    raise Decline(f"{name} is given")
+        for name in kwargs:
+            if name in DECLINED_KEYWORDS and kwargs[name] is not None and kwargs[name] is not False:
+                raise Decline(f"{name} is given")
         if position_bias is not None:
             raise Decline("position_bias is given: an additive mask")
         if is_causal is not None and type(is_causal) is not bool:

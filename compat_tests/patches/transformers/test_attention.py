@@ -26,6 +26,8 @@ from accel.state import STATES
 
 STATE = STATES["transformers.sdpa"]
 SEED = 20261130
+#: An architecture that no kernel will ever serve: what is declined for it is declined everywhere.
+ARCH = "sm_70"
 
 
 def entry() -> Callable[..., Any]:
@@ -441,7 +443,7 @@ def test_declined_calls_equal_upstreams(
     reason: str, args: Callable[[], tuple[Any, ...]], kwargs: dict[str, Any], on: serve.ServedCall
 ) -> None:
     call = args()
-    assert on.decide(call, kwargs, "sm_90")[0] == Declined(reason)
+    assert on.decide(call, kwargs, ARCH)[0] == Declined(reason)
     ours, theirs = entry()(*call, **kwargs)[0], upstream(*call, **kwargs)[0]
     assert ours.numpy().tobytes() == theirs.numpy().tobytes(), "bit for bit, NaN too: a negative scale gives them"
     assert STATE.declined == {reason: 1} and not STATE.served
@@ -459,19 +461,19 @@ def test_what_upstream_rejects_it_rejects_itself(
         entry()(*call, **kwargs)
     assert str(ours.value) == str(theirs.value)
     assert STATE.declined == {reason: 1}
-    assert on.decide(call, kwargs, "sm_90")[0] == Declined(reason)
+    assert on.decide(call, kwargs, ARCH)[0] == Declined(reason)
 
 
 def test_lengths_of_k_and_v_that_differ_are_declined(on: serve.ServedCall) -> None:
     args = _with(3, lambda v: v[:, :, 1:])  # never run: torch 2.13 reads past the end of v on a CPU
     reason = "k is (2, 2, 8, 64), v (2, 2, 7, 64): they differ before the last dimension"
-    assert on.decide(args, {}, "sm_90")[0] == Declined(reason)
+    assert on.decide(args, {}, ARCH)[0] == Declined(reason)
 
 
 def test_nested_tensors_are_declined(on: serve.ServedCall) -> None:
     for layout, reason in ((torch.strided, "query is a nested tensor"), (torch.jagged, "query is a NestedTensor")):
         nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
-        decision = on.decide((Layer(), nested, nested, nested, None), {}, "sm_90")[0]
+        decision = on.decide((Layer(), nested, nested, nested, None), {}, ARCH)[0]
         assert isinstance(decision, Declined) and decision.reason.startswith(reason)
 
 
@@ -483,14 +485,14 @@ def test_sharded_tensors_are_declined(on: serve.ServedCall, tmp_path: Any) -> No
     try:
         mesh = init_device_mesh("cpu", (1,))
         q, k, v = (DTensor.from_local(x, mesh, [Replicate()]) for x in tensors())
-        assert on.decide((Layer(), q, k, v, None), {}, "sm_90")[0] == Declined("query is a DTensor, not a plain tensor")
+        assert on.decide((Layer(), q, k, v, None), {}, ARCH)[0] == Declined("query is a DTensor, not a plain tensor")
     finally:
         distributed.destroy_process_group()
 
 
 #: (reason, keywords of `tensors`, what else): reached on fake CUDA tensors.
 GPU: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("no attention kernel for sm_90 yet: upstream's own code runs", {}, {}),
+    ("no attention kernel for sm_70 yet: upstream's own code runs", {}, {}),
     ("a gradient is needed, and attention has no backward yet", {}, {"grad": True}),
     ("dtype=float32: only bfloat16 and float16", {}, {"dtype": torch.float32}),
     ("an additive mask: only boolean ones", {}, {"mask": torch.bfloat16}),
@@ -516,14 +518,14 @@ def test_gpu_reasons(
     if "mixed" in how:
         k, reason = tensors()[1], "key is on cpu, other tensors on cuda:0"
     q.requires_grad_("grad" in how)
-    assert on.decide((Layer(), q, k, v, mask), {}, "sm_90")[0] == Declined(reason)
+    assert on.decide((Layer(), q, k, v, mask), {}, ARCH)[0] == Declined(reason)
 
 
 def test_latent_attention_is_within_the_limits(on: serve.ServedCall, fake_cuda: Any) -> None:
     with fake_cuda.mode, torch.device("cuda:0"):
         q, k, v = (x.bfloat16() for x in tensors(heads=(4, 4), dims=(192, 128)))
-    decision = on.decide((Layer(groups=1), q, k, v, None), {}, "sm_90")[0]
-    assert decision == Declined("no attention kernel for sm_90 yet: upstream's own code runs")
+    decision = on.decide((Layer(groups=1), q, k, v, None), {}, ARCH)[0]
+    assert decision == Declined("no attention kernel for sm_70 yet: upstream's own code runs")
 
 
 def test_autocast_and_torch_s_own_choice(on: serve.ServedCall, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,18 +534,18 @@ def test_autocast_and_torch_s_own_choice(on: serve.ServedCall, fake_cuda: Any, m
     with fake_cuda.mode, torch.device("cuda:0"):
         q, k, v = (x.bfloat16() for x in tensors())
     call = (Layer(), q, k, v, None)
-    none_yet = Declined("no attention kernel for sm_90 yet: upstream's own code runs")
+    none_yet = Declined("no attention kernel for sm_70 yet: upstream's own code runs")
     # what torch.autocast("cuda") does where there is a GPU; without one it warns and does nothing
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float16)
-    assert on.decide(call, {}, "sm_90")[0] == Declined("autocast to float16 is on, the tensors are bfloat16")
+    assert on.decide(call, {}, ARCH)[0] == Declined("autocast to float16 is on, the tensors are bfloat16")
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-    assert on.decide(call, {}, "sm_90")[0] == none_yet
+    assert on.decide(call, {}, ARCH)[0] == none_yet
     with sdpa_kernel(SDPBackend.MATH):
-        decision = on.decide(call, {}, "sm_90")[0]
+        decision = on.decide(call, {}, ARCH)[0]
     assert decision == Declined("torch is told to use no attention backend but its math one")
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert on.decide(call, {}, "sm_90")[0] == none_yet
+        assert on.decide(call, {}, ARCH)[0] == none_yet
 
 
 @torch.no_grad()
@@ -673,20 +675,20 @@ def test_upstream_reads_no_keyword_that_is_not_declined() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "kwargs.get":
             read.add(node.args[0].value)
     assert "output_attentions" in read
-    assert read <= set(attention.DECLINED_KEYWORDS)
-    assert not set(attention.DECLINED_KEYWORDS) & set(attention.IGNORED_KEYWORDS)
+    assert read <= attention.DECLINED_KEYWORDS
+    assert not attention.DECLINED_KEYWORDS & set(attention.IGNORED_KEYWORDS)
 
 
 @torch.no_grad()
 def test_keywords_that_upstream_ignores_change_nothing(on: serve.ServedCall) -> None:
     call = _plain()
-    plain = on.decide(call, {}, "sm_90")
+    plain = on.decide(call, {}, ARCH)
     for name in (*attention.IGNORED_KEYWORDS, "unheard_of"):
-        assert on.decide(call, {name: 3}, "sm_90") == plain
+        assert on.decide(call, {name: 3}, ARCH) == plain
         assert torch.equal(upstream(*call, **{name: 3})[0], upstream(*call)[0])
     for name in attention.DECLINED_KEYWORDS:
-        assert on.decide(call, {name: None}, "sm_90") == plain
-    assert on.decide(call, {"output_attentions": False}, "sm_90") == plain
+        assert on.decide(call, {name: None}, ARCH) == plain
+    assert on.decide(call, {"output_attentions": False}, ARCH) == plain
 
 
 # --- Models -------------------------------------------------------------------------------------------------------
