@@ -9,6 +9,9 @@ import torch
 
 import accel
 
+# Tiny tensors gain nothing from more threads, and two test processes on two cores would fight over them.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
