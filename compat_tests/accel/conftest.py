@@ -245,6 +245,12 @@ def bare(folder: Path) -> Installation:
 
 
 @pytest.fixture(scope="session")
+def installations() -> types.SimpleNamespace:
+    """The helpers above, for tests that make their own."""
+    return types.SimpleNamespace(bare=bare, pip=pip)
+
+
+@pytest.fixture(scope="session")
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built once."""
     into = tmp_path_factory.mktemp("wheel")
