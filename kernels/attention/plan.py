@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from accel.outcome import Choice, Declined
 
+from .config import FwdConfig
 from .facts import AttentionFacts
 
+FAMILY = "attention"
 DTYPES = ("bfloat16", "float16")
 #: q, k and v tiles of more do not fit into the 227 KB of shared memory that an SM of sm_90 and sm_100 has.
 MAX_HEAD_DIM = 256
+#: Below it a tile of 64 queries is mostly empty, and nothing splits a long row of keys over the GPU.
+MIN_SEQLEN_Q = 17
 
 
 def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
-    """The decision for `facts` on dispatch arch `arch`. Pure.
-
-    Declines whatever no kernel of this family is made for (see `limit`), and, as there is no kernel yet, all the rest.
-    """
+    """The decision for `facts` on dispatch arch `arch`: "sm90_fwd" with its configuration, or why nothing serves. Pure."""
     if arch == "cpu":
         return Declined("upstream's own code serves a CPU")
-    reason = limit(facts) or f"no attention kernel for {arch} yet: upstream's own code runs"
-    return Declined(reason)
+    reason = limit(facts)
+    if reason is None and arch != "sm_90":
+        reason = f"no attention kernel for {arch} yet: upstream's own code runs"
+    if reason is None:
+        reason = beyond_sm90(facts)
+    if reason is not None:
+        return Declined(reason)
+    config = forward_config(facts.dtype, facts.head_dim, facts.head_dim_v, kind(facts), facts.lse)
+    return Choice(FAMILY, "sm90_fwd", config)
 
 
 def limit(facts: AttentionFacts) -> str | None:
@@ -43,3 +53,40 @@ def limit(facts: AttentionFacts) -> str | None:
     if facts.batch * facts.heads_q * facts.seqlen_q == 0:
         return f"nothing to compute: batch={facts.batch}, heads_q={facts.heads_q}, seqlen_q={facts.seqlen_q}"
     return None
+
+
+def beyond_sm90(facts: AttentionFacts) -> str | None:
+    """What the family takes and the sm_90 kernel does not."""
+    if facts.mask != "none":
+        return f"a mask ({facts.mask}): the sm_90 kernel has causality and windows only"
+    if facts.varlen:
+        return "packed sequences: the sm_90 kernel has none"
+    for name, layout in (("q", facts.q_layout), ("k", facts.k_layout), ("v", facts.v_layout)):
+        if layout != "aligned":
+            return f"the rows of {name} do not all start at multiples of 16 bytes, as TMA needs"
+    if facts.seqlen_q < MIN_SEQLEN_Q:
+        return f"seqlen_q={facts.seqlen_q} < {MIN_SEQLEN_Q}: no decode kernel yet"
+    if max(facts.seqlen_q, facts.seqlen_k) >= 2**30:
+        return f"seqlen_q={facts.seqlen_q}, seqlen_k={facts.seqlen_k}: lengths must stay below 2**30"
+    return None
+
+
+def kind(facts: AttentionFacts) -> str:
+    """Which keys a query sees, as `FwdConfig.kind`."""
+    if facts.window is not None:
+        return "window"
+    return "full" if facts.causal == "none" else "causal"
+
+
+@lru_cache(maxsize=1024)
+def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: bool) -> FwdConfig:
+    """Tiles per head dim: accumulators of q @ k.T (tile_n / 2 registers) and of the output (head_dim_v / 2) and P
+    (tile_n / 4) within 240 registers a thread, or 160 with three warpgroups; both rings twice in shared memory.
+    """
+    if head_dim <= 64 and kind != "full":
+        return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, warpgroups=3)
+    if head_dim <= 128:
+        return FwdConfig(dtype, head_dim, head_dim_v, kind, lse)
+    if head_dim_v <= 128:
+        return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, turns=False)
+    return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, tile_n=80, turns=False, early_rescale=True)

@@ -1,0 +1,218 @@
+"""Attention forward: accel, the call as model code makes it today, torch's flash backend and FlashAttention-4.
+
+    python benchmarks/ops/attention.py --out benchmarks/results/h200/attention.jsonl
+    python benchmarks/ops/attention.py --sweep        launch configurations side by side, nothing is written
+
+`upstream` is torch's scaled_dot_product_attention with its default backend, k and v repeated to all heads or grouped by
+torch as transformers does; inputs are the transposed (batch, seqlen, heads, head_dim) views that models pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from accel.kernels.attention import attention, launch
+from accel.kernels.attention.config import FwdConfig
+from accel.kernels.runtime.compile import source_digest
+from accel.outcome import Decline
+from benchmarks.timing import Rows, clocks, device_times, host_times, rotations
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    seqlen: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        full = 2.0 * self.batch * self.heads_q * self.seqlen**2 * (self.head_dim + self.head_dim_v)
+        return full / 2 if self.causal else full
+
+    @property
+    def bytes(self) -> int:
+        per_token = self.heads_q * (self.head_dim + self.head_dim_v) + self.heads_kv * (self.head_dim + self.head_dim_v)
+        return 2 * self.batch * self.seqlen * per_token
+
+
+CASES = {
+    "b4_l4096_h32_8_d128_causal": Shape(4, 4096, 32, 8, 128, 128, True),
+    "b1_l16384_h32_8_d128_causal": Shape(1, 16384, 32, 8, 128, 128, True),
+    "b1_l4352_h24_24_d128_full": Shape(1, 4352, 24, 24, 128, 128, False),
+    "b8_l2048_h16_16_d64_causal": Shape(8, 2048, 16, 16, 64, 64, True),
+    "b16_l577_h16_16_d64_full": Shape(16, 577, 16, 16, 64, 64, False),
+    "b2_l4096_h16_2_d256_causal": Shape(2, 4096, 16, 2, 256, 256, True),
+    "b2_l4096_h32_32_d96_causal": Shape(2, 4096, 32, 32, 96, 96, True),
+    "b4_l4096_h16_16_d80_full": Shape(4, 4096, 16, 16, 80, 80, False),
+    "mla_b1_l8192_h16_d192_128_causal": Shape(1, 8192, 16, 16, 192, 128, True),
+}
+
+
+def inputs(shape: Shape, turns: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def draw(heads: int, size: int) -> torch.Tensor:
+        made = torch.randn(shape.batch, shape.seqlen, heads, size, device="cuda", dtype=torch.bfloat16)
+        return made.transpose(1, 2)
+
+    torch.manual_seed(0)
+    return [
+        (
+            draw(shape.heads_q, shape.head_dim),
+            draw(shape.heads_kv, shape.head_dim),
+            draw(shape.heads_kv, shape.head_dim_v),
+        )
+        for _ in range(turns)
+    ]
+
+
+def providers(shape: Shape, made: list[Any]) -> dict[str, Callable[[int], Any]]:
+    """Those that can serve the shape here."""
+    grouped = shape.heads_q != shape.heads_kv
+
+    def upstream(i: int) -> Any:
+        q, k, v = made[i]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=grouped)
+
+    def torch_flash(i: int) -> Any:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return upstream(i)
+
+    def accel(i: int) -> Any:
+        return attention(*made[i], causal=shape.causal)
+
+    found: dict[str, Callable[[int], Any]] = {"accel": accel, "upstream": upstream, "torch_flash": torch_flash}
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+    except Exception as error:
+        print(f"flash_attn_4 is left out: {type(error).__name__}: {error}", flush=True)
+    else:
+        found["flash_attn_4"] = lambda i: flash_attn_func(*[t.transpose(1, 2) for t in made[i]], causal=shape.causal)
+    for name, call in list(found.items()):
+        try:
+            call(0)
+            torch.cuda.synchronize()
+        except Decline as declined:
+            print(f"{name} is left out: {declined}", flush=True)
+            del found[name]
+        except Exception as error:
+            if name == "accel":
+                raise
+            print(f"{name} is left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            del found[name]
+    return found
+
+
+def measure(rows: Rows, case: str, rounds: int) -> None:
+    shape = CASES[case]
+    turns = min(rotations(shape.bytes), 8)
+    made = inputs(shape, turns)
+    with torch.no_grad():
+        times = device_times(providers(shape, made), turns, batch=max(2, min(turns, 4)), rounds=rounds)
+    run = rows.run_id()
+    for name, q in times.items():
+        rows.add(case, name, "fwd", q, run)
+    theirs = times["upstream"].p50
+    text = "  ".join(
+        f"{name} {q.p50:7.4f} ms {shape.flops / q.p50 / 1e9:5.0f} TF {theirs / q.p50:4.2f}x" for name, q in times.items()
+    )
+    print(f"{case:34} {text}", flush=True)
+
+
+def host(rows: Rows) -> None:
+    """Python and launch time of one call, on tensors too small to matter."""
+    made = inputs(Shape(1, 64, 2, 2, 128, 128, True), 1)
+    q, k, v = made[0]
+    calls = {
+        "accel": lambda: attention(q, k, v, causal=True),
+        "upstream": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    with torch.no_grad():
+        times = host_times(calls)
+    run = rows.run_id()
+    for name, quantiles in times.items():
+        rows.add("b1_l64_h2_2_d128_causal", name, "host_us", quantiles, run, metric="forward", unit="us")
+    print("host " + "  ".join(f"{name} {q.p50:.1f} us" for name, q in times.items()), flush=True)
+
+
+# --- Launch configurations side by side ----------------------------------------------------------------------------
+
+
+def sweep(cases: Iterable[str], rounds: int) -> None:
+    for case in cases:
+        shape = CASES[case]
+        turns = min(rotations(shape.bytes), 4)
+        made = inputs(shape, turns)
+        causal = "top_left" if shape.causal else "none"
+        chosen = launch.config_of(launch.facts_of(*made[0], causal, None, False, False), made[0][0].device)
+        calls = {}
+        for config in candidates(chosen):
+            calls[label(config)] = lambda i, config=config: launch.forward(config, *made[i], causal=causal)
+        times = device_times(calls, turns, batch=max(2, turns), rounds=rounds)
+        for name, q in sorted(times.items(), key=lambda item: item[1].p50):
+            mark = "  <- plan" if name == label(chosen) else ""
+            print(f"{case:34} {q.p50:8.4f} ms {shape.flops / q.p50 / 1e9:5.0f} TF  {name}{mark}", flush=True)
+
+
+def label(config: FwdConfig) -> str:
+    text = f"{config.tile_m}x{config.tile_n}, {config.stages} stages"
+    return text + (", turns" if config.turns else "") + (", early rescale" if config.early_rescale else "")
+
+
+def candidates(config: FwdConfig) -> list[FwdConfig]:
+    """Around the plan, within shared memory."""
+    found = [config]
+    for warpgroups in (2, 3):
+        for tile_n in (64, 80, 96, 112, 128, 144, 160, 176):
+            for turns in (False, True):
+                for early in (False, True):
+                    try:
+                        made = dataclasses.replace(
+                            config, warpgroups=warpgroups, tile_n=tile_n, turns=turns, early_rescale=early
+                        )
+                    except ValueError:
+                        continue
+                    registers = made.tile_n // 2 + made.padded_v // 2 + made.tile_n // 4
+                    if registers <= {2: 200, 3: 132}[warpgroups] and registers >= {2: 110, 3: 90}[warpgroups]:
+                        found.append(made)
+    return list(dict.fromkeys(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="result rows are replaced in this file")
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="default: all")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is needed")
+    if args.sweep:
+        sweep(args.case or CASES, args.rounds)
+        return
+    rows = Rows("benchmarks/ops/attention.py", source_digest("attention", "sm90_fwd")[:16], f"torch {torch.__version__}")
+    print(f"{rows.gpu}, torch {torch.__version__}, {clocks()}", flush=True)
+    for case in args.case or CASES:
+        measure(rows, case, args.rounds)
+    host(rows)
+    print(clocks())
+    if args.out:
+        rows.write(args.out)
+
+
+if __name__ == "__main__":
+    main()

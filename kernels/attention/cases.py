@@ -1,0 +1,179 @@
+"""Named inputs of the attention family, for certificates, tests and benchmarks.
+
+The smallest set that visits each branch of the kernel: every head dim and tile shape, both dtypes, every mask kind, one
+step and many, tails of queries and keys, tile edges and their neighbours, no keys, rows that see none, every head
+grouping, layouts, large scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import attention
+from .facts import AttentionFacts
+from .reference import attention_ref, visible
+
+BF16, FP16 = "bfloat16", "float16"
+LAYOUTS = ("bhsd", "bshd", "packed", "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One forward call; the log-sum-exp is asked for too where `lse`."""
+
+    batch: int
+    heads: tuple[int, int]  #: of q; of k and v
+    seqlens: tuple[int, int]  #: of q; of k and v
+    head_dim: int
+    head_dim_v: int = 0  #: 0: the same
+    dtype: str = BF16
+    causal: str = "none"
+    window: tuple[int, int] | None = None
+    layout: str = "bshd"  #: in memory: as transposed views, as they are, slices of packed q, k, v, or with padded rows
+    scale: float | None = None
+    magnitude: float = 1.0  #: of q and k
+    lse: bool = True
+
+    @property
+    def name(self) -> str:
+        size = f"d{self.head_dim}" + (f"_{self.head_dim_v}" if self.head_dim_v else "")
+        parts = [f"attention_{self.dtype}", f"b{self.batch}", f"l{self.seqlens[0]}"]
+        parts += [f"k{self.seqlens[1]}" if self.seqlens[1] != self.seqlens[0] else None]
+        parts += [f"h{self.heads[0]}" + (f"_{self.heads[1]}" if self.heads[1] != self.heads[0] else ""), size]
+        parts += [None if self.causal == "none" else self.causal.replace("_", "")]
+        parts += [None if self.window is None else f"window{self.window[0]}_{self.window[1]}"]
+        parts += [None if self.layout == "bshd" else self.layout, None if self.magnitude == 1.0 else f"times{self.magnitude:g}"]
+        parts += [None if self.scale is None else f"scale{self.scale:g}", None if self.lse else "nolse"]
+        return "_".join(part for part in parts if part)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return ("sm90_fwd",)
+
+    @property
+    def call(self) -> str | None:
+        """The yardstick is torch's scaled_dot_product_attention, see `portable`."""
+        return None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim_v or self.head_dim
+
+    @property
+    def facts(self) -> AttentionFacts:
+        return AttentionFacts(
+            self.dtype, self.batch, *self.heads, *self.seqlens, *self.dims, self.causal, "none", "none",
+            "aligned", "aligned", "aligned", False, self.lse, self.window,
+        )  # fmt: skip
+
+    def make(self, device: torch.device | str, generator: torch.Generator) -> dict[str, Any]:
+        """q, k and v, the same values for a generator on every device."""
+        dtype = getattr(torch, self.dtype)
+        made: dict[str, Any] = {}
+        for name, heads, seqlen, size in (
+            ("q", self.heads[0], self.seqlens[0], self.dims[0]),
+            ("k", self.heads[1], self.seqlens[1], self.dims[0]),
+            ("v", self.heads[1], self.seqlens[1], self.dims[1]),
+        ):
+            values = torch.randn(self.batch, heads, seqlen, size, generator=generator)
+            values = values * (1.0 if name == "v" else self.magnitude)
+            made[name] = laid_out(values.to(device, dtype), self.layout)
+        return made
+
+    def run(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        found = attention(
+            inputs["q"], inputs["k"], inputs["v"],
+            causal=self.causal if self.causal != "none" else False,
+            window=self.window, scale=self.scale, return_lse=self.lse,
+        )  # fmt: skip
+        return {"out": found[0], "lse": found[1]} if isinstance(found, tuple) else {"out": found}
+
+    def oracle(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        return self.reference(inputs, torch.float64)
+
+    def reference(self, inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+        out, lse = attention_ref(
+            inputs["q"], inputs["k"], inputs["v"],
+            causal=self.causal, window=self.window, scale=self.scale, dtype=dtype,
+        )  # fmt: skip
+        return {"out": out, "lse": lse} if self.lse else {"out": out}
+
+
+def portable(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The yardstick: torch's own attention in the call's dtype, and for the log-sum-exp the formula in fp32."""
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    group = case.heads[0] // case.heads[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    seen = visible(*case.seqlens, case.causal, case.window, q.device)
+    if case.seqlens[1] == 0:
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+    elif seen is None or case.causal == "top_left" and case.window is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=seen is not None, scale=case.scale)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=case.scale)
+    found = {"out": out}
+    if case.lse:
+        found["lse"] = case.reference(inputs, torch.float32)["lse"]
+    return found
+
+
+def laid_out(values: Tensor, layout: str) -> Tensor:
+    """(batch, heads, seqlen, head_dim) values in a tensor of the given layout, with NaN around them."""
+    batch, heads, seqlen, size = values.shape
+    if layout == "bhsd":
+        return values
+    if layout == "bshd":
+        view = values.new_full((batch, seqlen, heads, size), torch.nan).transpose(1, 2)
+    elif layout == "packed":
+        holder = values.new_full((batch, seqlen, 3, heads, size), torch.nan)
+        view = holder[:, :, 1].transpose(1, 2)
+    elif layout == "rows":
+        holder = values.new_full((batch, heads, seqlen + 2, size + 8), torch.nan)
+        view = holder[:, :, 1 : seqlen + 1, :size]
+    else:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    view.copy_(values)
+    return view
+
+
+def _cases() -> tuple[Case, ...]:
+    made = []
+    base = Case(2, (4, 2), (300, 300), 128)
+    for head_dim, head_dim_v in ((64, 0), (72, 0), (80, 0), (96, 0), (128, 0), (192, 128), (256, 0)):
+        for causal in ("none", "top_left"):
+            made.append(replace(base, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal))
+        made.append(replace(base, head_dim=head_dim, head_dim_v=head_dim_v, causal="bottom_right", window=(70, 0)))
+    for head_dim in (64, 128, 256):
+        made.append(replace(base, head_dim=head_dim, dtype=FP16, causal="top_left"))
+        made.append(replace(base, head_dim=head_dim, dtype=FP16, lse=False))
+    for seqlen in (17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257):
+        made.append(replace(base, seqlens=(seqlen, seqlen), causal="top_left"))
+        made.append(replace(base, seqlens=(seqlen, seqlen)))
+    for seqlens in ((100, 1), (100, 0), (77, 500), (500, 77), (130, 1031), (1031, 130), (64, 4096)):
+        for causal in ("none", "top_left", "bottom_right"):
+            made.append(replace(base, seqlens=seqlens, causal=causal))
+    for window in ((0, 0), (5, 5), (128, 0), (-1, 3), (200, -1), (1000, 1000)):
+        made.append(replace(base, seqlens=(300, 450), window=window))
+        made.append(replace(base, seqlens=(450, 300), causal="top_left", window=window))
+    for heads in ((1, 1), (3, 3), (8, 1), (6, 2)):
+        made.append(replace(base, heads=heads, causal="top_left"))
+    for layout in LAYOUTS:
+        made.append(replace(base, layout=layout, causal="top_left"))
+        made.append(replace(base, layout=layout, head_dim=72))
+    for magnitude in (8.0, 100.0):
+        made.append(replace(base, magnitude=magnitude, causal="top_left"))
+    made.append(replace(base, scale=0.5))
+    made.append(replace(base, batch=1, heads=(1, 1), layout="bhsd"))
+    made.append(Case(2, (8, 2), (2048, 2048), 128, causal="top_left"))
+    made.append(Case(2, (8, 8), (2048, 2048), 64, causal="top_left"))
+    made.append(Case(1, (4, 2), (2048, 2048), 256, causal="top_left"))
+    made.append(Case(1, (4, 4), (4352, 4352), 128))
+    return tuple(dict.fromkeys(made))
+
+
+CASES = _cases()

@@ -1,0 +1,115 @@
+"""From tensors to the kernel: the facts of a call, the numbers that stand for its mask, the outputs, and the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.outcome import Choice, Decline, Declined
+
+from ..runtime import arch as archs
+from ..runtime.compile import Kernel, build_object, function
+from .config import FwdConfig
+from .facts import AttentionFacts, read
+from .plan import DTYPES, FAMILY, forward_config, plan
+
+FAR = 2**30  #: a window's bound that cuts nothing; lengths stay below it
+REMEMBERED = 4096
+_loaded: dict[tuple[FwdConfig, str], Callable[..., Any]] = {}
+_choices: dict[tuple[AttentionFacts, int], FwdConfig] = {}
+
+
+def facts_of(
+    q: Tensor, k: Tensor, v: Tensor, causal: str, window: tuple[int, int] | None, lse: bool, needs_grad: bool
+) -> AttentionFacts:
+    """The facts of a call, from metadata alone: fake tensors do."""
+    facts = read(q, k, v, causal=causal, needs_grad=needs_grad, lse=lse)
+    return facts if window is None else replace(facts, window=window)
+
+
+def config_of(facts: AttentionFacts, device: torch.device) -> FwdConfig:
+    """What plan() chose. Raises Decline if nothing serves the call."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    config = _choices.get((facts, index))
+    if config is None:
+        choice = plan(facts, archs.dispatch_arch(device))
+        if isinstance(choice, Declined):
+            raise Decline(choice.reason)
+        if len(_choices) >= REMEMBERED:
+            _choices.clear()
+        config = _choices[facts, index] = choice.config  # type: ignore[assignment]
+    return config
+
+
+def forward(
+    config: FwdConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: str = "none",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of a call that `config` serves; out is (batch, heads, seqlen_q, head_dim_v), contiguous as
+    (batch, seqlen_q, heads, head_dim_v), the layout in which model code goes on.
+
+    Raises Decline during graph capture if the kernel is not loaded yet.
+    """
+    batch, heads, seqlen_q, head_dim = q.shape
+    seqlen_k = k.shape[2]
+    target = archs.compile_target(archs.dispatch_arch(q.device))
+    launch = _loaded.get((config, target))
+    if launch is None:
+        launch = _loaded[config, target] = function(Kernel(FAMILY, "sm90_fwd", config), target)
+    out = q.new_empty(batch, seqlen_q, heads, v.shape[3]).transpose(1, 2)
+    lse = q.new_empty(batch, heads, seqlen_q, dtype=torch.float32) if config.lse else None
+    if seqlen_k == 0:
+        return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
+    if batch == 1 or heads == 1 or seqlen_q == 1 or seqlen_k == 1 or k.shape[1] == 1:
+        q, k, v, out = reachable(q), reachable(k), reachable(v), reachable(out)
+    offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
+    left, right = bounds(causal, window)
+    numbers = (head_dim**-0.5 if scale is None else scale, offset, left, right)
+    if lse is None:
+        launch(q, k, v, out, *numbers)
+    else:
+        launch(q, k, v, out, lse, *numbers)
+    return out, lse
+
+
+def bounds(causal: str, window: tuple[int, int] | None) -> tuple[int, int]:
+    """Keys seen before and after the diagonal."""
+    left, right = (-1, -1) if window is None else window
+    if causal != "none":
+        right = 0
+    return FAR if left < 0 else min(left, FAR), FAR if right < 0 else min(right, FAR)
+
+
+def reachable(t: Tensor) -> Tensor:
+    """The same elements, with a stride that TMA takes where a dimension of size 1 has any other."""
+    shape, strides = t.shape, t.stride()
+    if all(n > 1 or s % 8 == 0 for n, s in zip(shape[:3], strides, strict=False)) and strides[3] == 1:
+        return t
+    fixed = [s if n > 1 else -(-shape[3] // 8) * 8 for n, s in zip(shape[:3], strides, strict=False)]
+    return t.as_strided(shape, (*fixed, 1))
+
+
+def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, thunk that compiles into the disk cache) for the head dims of current models, on the archs of a target."""
+    if target != "sm_90a":
+        return
+    for dtype in DTYPES:
+        for head_dim, head_dim_v in ((64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
+            for kind in ("full", "causal"):
+                config = forward_config(dtype, head_dim, head_dim_v, kind, False)
+                name = f"sm90_fwd {dtype} {head_dim}" + (f"/{head_dim_v}" if head_dim != head_dim_v else "")
+                yield f"{name} {kind}", partial(build_object, Kernel(FAMILY, "sm90_fwd", config), target)
+
+
+__all__ = ["Choice", "bounds", "builds", "config_of", "facts_of", "forward"]

@@ -1,0 +1,384 @@
+"""Attention forward for sm_90a: FlashAttention-3's schedule (Shah et al., arXiv 2407.08608).
+
+A CTA has one producer warp and two or three consumer warpgroups of 64 queries each. The producer fills one ring of k and
+one of v; a consumer issues S = q @ k.T of the next step before O += P @ v of this one, so that the softmax runs under a
+product; warpgroups take turns, so that one's softmax also runs under the other's products. P stays in registers.
+
+Every key index is seen through two bounds of a query i: first(i) = i + offset - left and last(i) = i + offset + right,
+where offset is 0 (diagonal from the top left) or seqlen_k - seqlen_q (to the bottom right). Steps are taken from the last
+one seen to the first, in three loops: those that the upper bound or the end of the keys cuts, those that nothing cuts,
+those that the lower bound cuts.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from ..blocks import pipeline, roles, scheduler, softmax, tma, wgmma
+from .config import ROWS, FwdConfig
+
+LOG2_E = 1.4426950408889634
+L2_BYTES = 32 * 1024 * 1024  #: of keys and values that may be in use together
+
+
+class AttentionForward:
+    """Traceable host function `(q, k, v, out, [lse], scale, offset, left, right, stream)`.
+
+    q (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_kv, seqlen_k, ...), out as q with head_dim_v, any
+    strides; lse (batch, heads_q, seqlen_q) fp32. Lengths are at least 1.
+    """
+
+    def __init__(self, config: FwdConfig) -> None:
+        self.config = config
+        self.dtype = wgmma.DTYPES[config.dtype]
+
+    def layouts(self):
+        """Shared memory of q, k, v and out: (rows, columns, warpgroup or stage)."""
+        c = self.config
+        return (
+            wgmma.smem_layout(self.dtype, ROWS, c.padded, c.warpgroups),
+            wgmma.smem_layout(self.dtype, c.tile_n, c.padded, c.stages),
+            wgmma.smem_layout(self.dtype, c.tile_n, c.padded_v, c.stages),
+            wgmma.smem_layout(self.dtype, ROWS, c.padded_v, c.warpgroups),
+        )
+
+    @cute.jit
+    def with_lse(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scale: Float32,
+        offset: Int32,
+        left: Int32,
+        right: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.launch(mQ, mK, mV, mO, mLSE, scale, offset, left, right, stream)
+
+    @cute.jit
+    def without_lse(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        scale: Float32,
+        offset: Int32,
+        left: Int32,
+        right: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.launch(mQ, mK, mV, mO, None, scale, offset, left, right, stream)
+
+    @cute.jit
+    def launch(self, mQ, mK, mV, mO, mLSE, scale, offset, left, right, stream):
+        c = self.config
+        # (seqlen, head_dim, heads, batch): a tile is the first two modes.
+        mQ, mK, mV, mO = [
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mQ, mK, mV, mO)
+        ]
+        layout_q, layout_k, layout_v, layout_o = self.layouts()
+        atom_q, tQ = tma.load_atom(mQ, wgmma.one_stage(layout_q), (ROWS, c.padded))
+        atom_k, tK = tma.load_atom(mK, wgmma.one_stage(layout_k), (c.tile_n, c.padded))
+        atom_v, tV = tma.load_atom(mV, wgmma.one_stage(layout_v), (c.tile_n, c.padded_v))
+        atom_o, tO = tma.store_atom(mO, wgmma.one_stage(layout_o), (ROWS, c.padded_v))
+        blocks = cute.ceil_div(mQ.shape[0], c.tile_m)
+        heads = mQ.shape[2] * mQ.shape[3]
+        group = mQ.shape[2] // mK.shape[2]
+        head_bytes = cutlass.Int64(mK.shape[0]) * (2 * (c.padded + c.padded_v))
+        section = cutlass.max(cutlass.min(Int32(L2_BYTES // head_bytes), heads // group), 1) * group
+        self.kernel(
+            atom_q, tQ, atom_k, tK, atom_v, tV, atom_o, tO, mLSE,
+            scale * LOG2_E, offset, left, right, blocks, heads, group, section,
+        ).launch(
+            grid=[blocks * heads, 1, 1],
+            block=[roles.threads(c.warpgroups), 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, mLSE,
+        scale_log2: Float32,
+        offset: Int32,
+        left: Int32,
+        right: Int32,
+        blocks: Int32,
+        heads: Int32,
+        group: Int32,
+        section: Int32,
+    ):  # fmt: skip
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            tma.prefetch(atom_q, atom_k, atom_v, atom_o)
+        layout_q, layout_k, layout_v, layout_o = self.layouts()
+
+        @cute.struct
+        class Storage:
+            barriers_q: pipeline.barrier_storage(1)
+            barriers_k: pipeline.barrier_storage(c.stages)
+            barriers_v: pipeline.barrier_storage(c.stages)
+            tiles_q: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, max(cute.cosize(layout_q), cute.cosize(layout_o))], 1024
+            ]
+            tiles_k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
+            tiles_v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        warps = 4 * c.warpgroups
+        ring_q = pipeline.ring(storage.barriers_q, 1, warps, 2 * c.tile_m * c.padded)
+        ring_k = pipeline.ring(storage.barriers_k, c.stages, warps, 2 * c.tile_n * c.padded)
+        ring_v = pipeline.ring(storage.barriers_v, c.stages, warps, 2 * c.tile_n * c.padded_v)
+        pipeline.init_fence()
+        sQ = storage.tiles_q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
+        sO = storage.tiles_q.get_tensor(layout_o.outer, swizzle=layout_o.inner)
+        sK = storage.tiles_k.get_tensor(layout_k.outer, swizzle=layout_k.inner)
+        sV = storage.tiles_v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
+
+        tile = cute.arch.block_idx()[0]
+        if const_expr(c.kind == "full"):
+            block, head = tile % blocks, tile // blocks
+        else:
+            block, head = scheduler.heads_in_sections(tile, blocks, heads, section)
+        heads_q = mQ.shape[2]
+        batch, head = head // heads_q, head % heads_q
+        bounds = self.steps(block, mQ.shape[0], mK.shape[0], offset, left, right)
+        pipeline.init_wait()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(roles.REGISTERS[c.warpgroups][0])
+            if warp == 0:
+                kv_head = head // group
+                self.load(
+                    self.tiles(atom_q, mQ[None, None, head, batch], sQ, (ROWS, c.padded)),
+                    self.tiles(atom_k, mK[None, None, kv_head, batch], sK, (c.tile_n, c.padded)),
+                    self.tiles(atom_v, mV[None, None, kv_head, batch], sV, (c.tile_n, c.padded_v)),
+                    ring_q, ring_k, ring_v, block, bounds[0], bounds[3],
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(roles.REGISTERS[c.warpgroups][1])
+            self.consume(
+                sQ, sK, sV, sO,
+                self.tiles(atom_o, mO[None, None, head, batch], sO, (ROWS, c.padded_v)),
+                None if const_expr(mLSE is None) else mLSE[batch, head, None],
+                ring_q, ring_k, ring_v, scale_log2, block, roles.consumer_warpgroup(), bounds,
+                mQ.shape[0], mK.shape[0], offset, left, right,
+            )  # fmt: skip
+
+    def tiles(self, atom, matrix: cute.Tensor, smem: cute.Tensor, tile: tuple[int, int]):
+        """(atom, shared, global) of the tiles of one head."""
+        return (atom, *tma.partition(atom, smem, cute.local_tile(matrix, tile, (None, 0))))
+
+    @cute.jit
+    def steps(self, block: Int32, seqlen_q: Int32, seqlen_k: Int32, offset: Int32, left: Int32, right: Int32):
+        """(first step, first that the lower bound leaves whole, first that the upper bound cuts, end) of a q block."""
+        c = self.config
+        end = cute.ceil_div(seqlen_k, c.tile_n)
+        begin, whole, cut = Int32(0), Int32(0), end
+        if const_expr(c.kind != "full"):
+            top = block * c.tile_m + offset
+            bottom = cutlass.min((block + 1) * c.tile_m, seqlen_q) - 1 + offset
+            seen = cutlass.min(cutlass.max(bottom + right + 1, 0), seqlen_k)
+            end = cute.ceil_div(seen, c.tile_n)
+            cut = cutlass.min(cutlass.max(top + right + 1, 0) // c.tile_n, end)
+            if const_expr(c.kind == "window"):
+                begin = cutlass.max(top - left, 0) // c.tile_n
+                whole = cute.ceil_div(cutlass.max(bottom - left, 0), c.tile_n)
+        return begin, whole, cut, end
+
+    @cute.jit
+    def load(self, q, k, v, ring_q, ring_k, ring_v, block: Int32, begin: Int32, end: Int32):
+        """The producer warp: q once, then k a step ahead of v, in the order in which the consumers want them."""
+        c = self.config
+        state_q = pipeline.producer_state(1)
+        state_k, state_v = pipeline.producer_state(c.stages), pipeline.producer_state(c.stages)
+        if begin < end:
+            self.load_step(k, ring_k, state_k, end - 1)
+            state_k.advance()
+            ring_q.producer_acquire(state_q)
+            full = ring_q.producer_get_barrier(state_q)
+            for w in cutlass.range_constexpr(c.warpgroups):
+                cute.copy(q[0], q[2][None, block * c.warpgroups + w], q[1][None, w], tma_bar_ptr=full)
+            for i in cutlass.range(end - 1 - begin, unroll=1):
+                self.load_step(k, ring_k, state_k, end - 2 - i)
+                state_k.advance()
+                self.load_step(v, ring_v, state_v, end - 1 - i)
+                state_v.advance()
+            self.load_step(v, ring_v, state_v, begin)
+
+    @cute.jit
+    def load_step(self, x, ring, state, step: Int32):
+        ring.producer_acquire(state)
+        cute.copy(x[0], x[2][None, step], x[1][None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
+
+    @cute.jit
+    def consume(
+        self,
+        sQ, sK, sV, sO, o, row_lse, ring_q, ring_k, ring_v,
+        scale_log2: Float32,
+        block: Int32,
+        warpgroup: Int32,
+        bounds,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        offset: Int32,
+        left: Int32,
+        right: Int32,
+    ):  # fmt: skip
+        """A consumer warpgroup: 64 queries against all their keys."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % roles.WARPGROUP
+        mma_qk = wgmma.product(self.dtype, c.tile_n)
+        mma_pv = wgmma.product(self.dtype, c.padded_v, b_rows_contiguous=True, a_in_registers=True)
+        rQ = wgmma.a_operand(mma_qk, sQ[None, None, warpgroup])
+        rK = wgmma.b_operand(mma_qk, sK)
+        rV = wgmma.b_operand(mma_pv, wgmma.transposed(sV))
+        rP = wgmma.a_registers(mma_pv, c.tile_n)
+        acc = wgmma.accumulator(mma_pv, c.padded_v)
+        acc.fill(0.0)
+        row_max, row_sum, row_scale, lse = [cute.make_rmem_tensor(2, Float32) for _ in range(4)]
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        row_scale.fill(1.0)
+        if const_expr(c.turns):
+            roles.first_turn(warpgroup)
+
+        begin, whole, cut, end = bounds
+        row = (block * c.warpgroups + warpgroup) * ROWS + wgmma.row_in_tile(thread, 0)
+        mask = (row, thread % 4 * 2, seqlen_k, offset, left, right)
+        operands = (mma_qk, mma_pv, rQ, rK, rV, rP, acc)
+        rows = (row_max, row_sum, row_scale, scale_log2)
+        state_q = pipeline.consumer_state(1)
+        state_k, state_v = pipeline.consumer_state(c.stages), pipeline.consumer_state(c.stages)
+        if begin < end:
+            ring_q.consumer_wait(state_q)
+            ring_k.consumer_wait(state_k)
+            scores = wgmma.accumulator(mma_qk, c.tile_n)
+            wgmma.issue(mma_qk, scores, rQ, rK[None, None, None, state_k.index], False)
+            wgmma.wait(0)
+            ring_k.consumer_release(state_k)
+            state_k.advance()
+            self.apply_mask(scores, mask, end - 1, True)
+            softmax.step(scores, row_max, row_sum, row_scale, scale_log2, True, True)
+            wgmma.round_to(scores, rP)
+
+            step = end - 1
+            if const_expr(c.kind != "full"):
+                for _ in cutlass.range(step - cutlass.max(cut, begin), unroll=1):
+                    step -= 1
+                    self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, True)
+                    state_k.advance()
+                    state_v.advance()
+            for _ in cutlass.range(step - cutlass.max(whole, begin), unroll=1):
+                step -= 1
+                self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, False)
+                state_k.advance()
+                state_v.advance()
+            if const_expr(c.kind == "window"):
+                for _ in cutlass.range(step - begin, unroll=1):
+                    step -= 1
+                    self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, True)
+                    state_k.advance()
+                    state_v.advance()
+
+            if const_expr(c.early_rescale):
+                softmax.rescale(acc, row_scale)
+            ring_v.consumer_wait(state_v)
+            wgmma.issue(mma_pv, acc, rP, rV[None, None, None, state_v.index], True)
+            wgmma.wait(0)
+            ring_v.consumer_release(state_v)
+
+        softmax.finish(row_max, row_sum, row_scale, lse, scale_log2)
+        softmax.rescale(acc, row_scale)
+        if const_expr(row_lse is not None):
+            if thread % 4 == 0:
+                for r in cutlass.range_constexpr(2):
+                    if row + 8 * r < seqlen_q:
+                        row_lse[row + 8 * r] = lse[r]
+        rO = cute.make_rmem_tensor_like(acc, self.dtype)
+        wgmma.round_to(acc, rO)
+        roles.sync_warpgroup(warpgroup)  # all four warps have read q, whose place the output takes
+        wgmma.store_to_smem(mma_pv, rO, sO[None, None, warpgroup], thread)
+        roles.sync_warpgroup(warpgroup)
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            cute.copy(o[0], o[1][None, warpgroup], o[2][None, block * c.warpgroups + warpgroup])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def one_step(
+        self, operands, rows, ring_k, ring_v, state_k, state_v, warpgroup: Int32, mask, step: Int32,
+        masked: cutlass.Constexpr,
+    ):  # fmt: skip
+        """S of this step, then O += P @ v of the step before it, then the softmax of S under that product."""
+        c = self.config
+        mma_qk, mma_pv, rQ, rK, rV, rP, acc = operands
+        row_max, row_sum, row_scale, scale_log2 = rows
+        scores = wgmma.accumulator(mma_qk, c.tile_n)
+        ring_k.consumer_wait(state_k)
+        if const_expr(c.turns):
+            roles.wait_turn(warpgroup)
+        wgmma.issue(mma_qk, scores, rQ, rK[None, None, None, state_k.index], False)
+        if const_expr(c.early_rescale):
+            softmax.rescale(acc, row_scale)
+        ring_v.consumer_wait(state_v)
+        wgmma.issue(mma_pv, acc, rP, rV[None, None, None, state_v.index], True)
+        if const_expr(c.turns):
+            roles.pass_turn(warpgroup, c.warpgroups)
+        wgmma.wait(1)
+        ring_k.consumer_release(state_k)
+        if const_expr(masked):
+            self.apply_mask(scores, mask, step, False)
+        softmax.step(scores, row_max, row_sum, row_scale, scale_log2, False, True)
+        wgmma.wait(0)
+        ring_v.consumer_release(state_v)
+        if const_expr(not c.early_rescale):
+            softmax.rescale(acc, row_scale)
+        wgmma.round_to(scores, rP)
+
+    @cute.jit
+    def apply_mask(self, scores: cute.Tensor, mask, step: Int32, last: cutlass.Constexpr):
+        """-inf where a row does not see a key; `last`: the step that may reach beyond the keys."""
+        c = self.config
+        row, column, seqlen_k, offset, left, right = mask
+        start = step * c.tile_n + column
+        for r in cutlass.range_constexpr(2):
+            diagonal = row + 8 * r + offset
+            end = seqlen_k
+            if const_expr(c.kind != "full"):
+                end = diagonal + right + 1
+                if const_expr(last):
+                    end = cutlass.min(end, seqlen_k)
+            softmax.mask_above(scores, r, end - start)
+            if const_expr(c.kind == "window"):
+                softmax.mask_below(scores, r, diagonal - left - start)
+
+
+def build(config: FwdConfig):
+    """(host function, stand-in arguments) for the compiler."""
+    dtype = wgmma.DTYPES[config.dtype]
+    batch, heads_q, heads_kv, seqlen_q, seqlen_k = (cute.sym_int32() for _ in range(5))
+
+    def tensor(heads, seqlen, size):
+        stride = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        return cute.runtime.make_fake_tensor(dtype, (batch, heads, seqlen, size), stride=stride, assumed_align=16)
+
+    q, out = tensor(heads_q, seqlen_q, config.head_dim), tensor(heads_q, seqlen_q, config.head_dim_v)
+    k, v = tensor(heads_kv, seqlen_k, config.head_dim), tensor(heads_kv, seqlen_k, config.head_dim_v)
+    numbers = (Float32(1.0), Int32(0), Int32(0), Int32(0))
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = AttentionForward(config)
+    if not config.lse:
+        return kernel.without_lse, (q, k, v, out, *numbers, stream)
+    stride = (cute.sym_int64(), cute.sym_int64(), 1)
+    lse = cute.runtime.make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), stride=stride, assumed_align=4)
+    return kernel.with_lse, (q, k, v, out, lse, *numbers, stream)

@@ -1,0 +1,12 @@
+"""Device building blocks for sm_90a that kernel families share, and the plain GEMM that tests them.
+
+    tma.py         copies between global and shared memory by the tensor memory accelerator, single and multicast
+    pipeline.py    rings of shared memory stages between one producer warp and the consumer warpgroups
+    roles.py       which warp does what: register budgets, named barriers, turns between warpgroups
+    wgmma.py       warpgroup products with A in shared memory or in registers, and where an accumulator's elements are
+    scheduler.py   from a tile number to coordinates: grouped for a GEMM, heads in sections for attention
+    softmax.py     the online softmax of accumulator rows
+    gemm_sm90.py   C = A @ B.T: every block but the softmax in one small kernel
+
+What the DSL ships (cutlass.pipeline, its sm90 helpers) is used as it is; these files hold what is around it.
+"""

@@ -1,0 +1,33 @@
+"""From the number of a tile to its coordinates. Plain integer arithmetic: once or twice per tile."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@cute.jit
+def grouped(tile: Int32, rows: Int32, columns: Int32, group: int):
+    """(row, column) of a tile of a (rows, columns) grid that is walked in groups of `group` rows, column by column.
+
+    The tiles in flight then share few rows and columns: both operands' strips stay in the L2.
+    """
+    first = tile // (group * columns) * group
+    inside = tile % (group * columns)
+    height = cutlass.min(rows - first, group)
+    return first + inside % height, inside // height
+
+
+@cute.jit
+def heads_in_sections(tile: Int32, blocks: Int32, heads: Int32, section: Int32):
+    """(block, head) of a tile, longest first: heads in sections, inside a section block by block from the last one.
+
+    `heads` counts all (batch, head) pairs. The last block of a causal head has the most keys; a section is as many heads
+    as have their keys and values in the L2 together.
+    """
+    whole = section * blocks
+    number = tile // whole
+    inside = tile % whole
+    here = cutlass.min(heads - number * section, section)
+    return blocks - 1 - inside // here, number * section + inside % here
