@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from . import running
 
         return running.main(words[1:])
+    if words[:1] in (["demo"], ["certify"]) and _without_torch(words[0]):
+        return 1
     arguments = _parser(words[:1]).parse_args(words)
     command: Command = arguments.command
     return command(arguments)
@@ -73,11 +75,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    try:
-        from . import demo
-    except ImportError as error:
-        print(f"accel demo needs torch and a model library: {error}", file=sys.stderr)
-        return 1
+    from . import demo
+
     return demo.main()
 
 
@@ -94,12 +93,19 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _certify(arguments: argparse.Namespace) -> int:
-    try:
-        from . import certifying
-    except ImportError as error:
-        print(f"accel certify needs torch: {error}", file=sys.stderr)
-        return 1
+    from . import certifying
+
     return certifying.command(arguments)
+
+
+def _without_torch(command: str) -> bool:
+    """Whether torch cannot be imported, which is said."""
+    try:
+        import torch  # noqa: F401
+    except Exception as error:
+        print(f"accel {command} needs torch, which cannot be imported: {error}", file=sys.stderr)
+        return True
+    return False
 
 
 def _bench(arguments: argparse.Namespace) -> int:

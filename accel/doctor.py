@@ -406,7 +406,7 @@ def _family(family: str, arch: str) -> str:
         decision = plan(facts, arch)
         refusal = certificates.check(decision, arch) if isinstance(decision, Choice) else decision
         if refusal is None:
-            kernels[f"{family}.{decision.kernel}"] += 1
+            kernels[decision.kernel] += 1
         else:
             reasons[refusal.reason] += 1
     if kernels:

@@ -25,6 +25,9 @@ def main(argv: list[str]) -> int:
     program = argv[split:]
     if not program or program == ["-m"]:
         _parser().error("no script and no -m module")
+    if program[0] != "-m" and not Path(program[0]).exists():
+        print(f"accel run: no file {program[0]!r}", file=sys.stderr)
+        return 2
     from .activation import accelerate, restore
 
     autoload.skip()  # what is on here is decided here, also when torch asks later
@@ -44,10 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def execute(program: list[str]) -> int:
-    """Run `[script, *args]` or `["-m", module, *args]` as `__main__`; 2 if there is no such thing.
-
-    What the program raises, SystemExit included, is raised.
-    """
+    """Run `[script, *args]` or `["-m", module, *args]` as `__main__`. What that raises is raised."""
     _keep_importable()
     if program[0] == "-m":
         sys.argv = program[1:]
@@ -55,9 +55,6 @@ def execute(program: list[str]) -> int:
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return 0
     path = Path(program[0])
-    if not path.exists():
-        print(f"accel run: no file {program[0]!r}", file=sys.stderr)
-        return 2
     sys.argv = list(program)
     if path.is_dir() or path.suffix not in ("", ".py", ".pyw"):  # a folder or an archive with a __main__.py
         sys.path.pop(0)
