@@ -122,7 +122,7 @@ def read(
         | v_strides[0] | v_strides[1] | v_strides[2] | v.storage_offset()
     ) % (ALIGNMENT // q.element_size()):  # fmt: skip
         q_layout, k_layout, v_layout = layout(q), layout(k), layout(v)
-    return _facts(
+    return _facts()(
         _name(dtype),
         batch,
         heads_q,
@@ -163,20 +163,22 @@ def _mask(mask: torch.Tensor, shape: tuple[int, int, int, int], key_mask: bool) 
         kind = "float"
     else:
         raise Decline(f"the mask is {_name(mask.dtype)}, neither boolean nor additive")
+    sizes, strides = mask.shape, mask.stride()
     if key_mask:
-        if mask.shape != (shape[0], shape[3]):
-            raise Decline(f"the key mask is {tuple(mask.shape)}, the keys are {(shape[0], shape[3])}")
-        return _MASKS[kind, shape[0] > 1 and mask.stride(0) != 0, False, False], layout(mask)
-    sizes = mask.shape
-    if len(sizes) != 4:
-        raise Decline(f"the mask has {len(sizes)} dimensions, not 4")
-    b, h, q, k = sizes
-    if k != shape[3] or (b != 1 and b != shape[0]) or (h != 1 and h != shape[1]) or (q != 1 and q != shape[2]):
-        raise Decline(f"the mask is {tuple(sizes)}, the scores are {shape}")
-    s_b, s_h, s_q, s_k = mask.stride()
+        if sizes != (shape[0], shape[3]):
+            raise Decline(f"the key mask is {tuple(sizes)}, the keys are {(shape[0], shape[3])}")
+        b, h, q, k = sizes[0], 1, 1, sizes[1]
+        s_b, s_h, s_q, s_k = strides[0], 0, 0, strides[1]
+    else:
+        if len(sizes) != 4:
+            raise Decline(f"the mask has {len(sizes)} dimensions, not 4")
+        b, h, q, k = sizes
+        s_b, s_h, s_q, s_k = strides
+        if k != shape[3] or (b != 1 and b != shape[0]) or (h != 1 and h != shape[1]) or (q != 1 and q != shape[2]):
+            raise Decline(f"the mask is {tuple(sizes)}, the scores are {shape}")
     s_b, s_h, s_q = s_b if b > 1 else 0, s_h if h > 1 else 0, s_q if q > 1 else 0
-    if s_k != 1:
-        where = layout(mask)
+    if s_k != 1 and k != 1:
+        where = "strided"
     elif (s_b | s_h | s_q | mask.storage_offset()) % (ALIGNMENT // mask.element_size()):
         where = "rows"
     else:

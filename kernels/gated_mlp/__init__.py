@@ -70,7 +70,7 @@ def facts_of(
     out, intermediate = down.shape
     weight_dtypes = (_dtype(gate), _dtype(down)) if up is None else (_dtype(gate), _dtype(up), _dtype(down))
     contiguous = gate.is_contiguous() and down.is_contiguous() and (up is None or up.is_contiguous())
-    return _facts(
+    return _facts()(
         n_rows=x.numel() // hidden if hidden else 0,
         hidden=hidden,
         intermediate=intermediate,
@@ -85,7 +85,7 @@ def facts_of(
         x_contiguous=x.stride(-1) == 1,
         weights_contiguous=contiguous,
         needs_grad=needs_grad,
-        device_type=x.device.type,
+        device_type="cpu" if x.is_cpu else x.device.type,
     )
 
 
@@ -95,12 +95,13 @@ def _dtype(tensor: Tensor) -> str:
 
 def shapes_problem(x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor) -> str | None:
     """How the shapes do not fit each other, None where they do."""
-    if x.dim() < 1 or gate.dim() != 2 or down.dim() != 2 or (up is not None and up.dim() != 2):
+    gate_shape, down_shape = gate.shape, down.shape
+    if x.dim() < 1 or len(gate_shape) != 2 or len(down_shape) != 2 or (up is not None and up.dim() != 2):
         return "x must have a dimension and each weight two"
-    hidden, intermediate = x.shape[-1], down.shape[1]
+    hidden, intermediate = x.shape[-1], down_shape[1]
     rows = 2 * intermediate if up is None else intermediate
-    if gate.shape != (rows, hidden):
+    if gate_shape != (rows, hidden):
         return f"gate is {tuple(gate.shape)}, not {(rows, hidden)}: x is {tuple(x.shape)}, down {tuple(down.shape)}"
-    if up is not None and up.shape != gate.shape:
+    if up is not None and up.shape != gate_shape:
         return f"up is {tuple(up.shape)}, gate {tuple(gate.shape)}"
     return None

@@ -116,7 +116,7 @@ class ChunkGatedDeltaRule(PortableAdapter):
         rule.check_elements("dt_bias", dt_bias, n_value_heads)
         v_first = rule.v_first(state_v_first, transpose_state_layout)
         rule.check_state(initial_state, q, v, cu_seqlens, v_first)
-        facts = _facts(
+        facts = _facts()(
             mode="chunk",
             dtype=dtype_name(q.dtype),
             n_heads=n_heads,
@@ -132,7 +132,7 @@ class ChunkGatedDeltaRule(PortableAdapter):
             use_beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
             allow_neg_eigval=bool(allow_neg_eigval),
             needs_grad=needs_grad(q, k, v, g, beta, initial_state, A_log, dt_bias),
-            device_type=device.type,
+            device_type="cpu" if q.is_cpu else "cuda",
         )
         return facts, device
 
@@ -248,7 +248,7 @@ class FusedRecurrentGatedDeltaRule(PortableAdapter):
         rule.check_elements("dt_bias", dt_bias, n_value_heads)
         v_first = rule.v_first(state_v_first, transpose_state_layout)
         rule.check_state(initial_state, q, v, cu_seqlens, v_first)
-        facts = _facts(
+        facts = _facts()(
             mode="recurrent",
             dtype=dtype_name(q.dtype),
             n_heads=n_heads,
@@ -268,7 +268,7 @@ class FusedRecurrentGatedDeltaRule(PortableAdapter):
             has_gk=gk is not None,
             has_gv=gv is not None,
             beta_per_channel=beta is not None and beta.dim() == 4,
-            device_type=device.type,
+            device_type="cpu" if q.is_cpu else "cuda",
         )
         return facts, device
 

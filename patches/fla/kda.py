@@ -126,7 +126,7 @@ class ChunkKda(PortableAdapter):
         rule.check_state(initial_state, q, v, cu_seqlens, v_first)
         if initial_state is not None and initial_state.dtype != torch.float32:
             raise Decline(f"initial_state is {initial_state.dtype}, not float32")
-        facts = _facts(
+        facts = _facts()(
             mode="chunk",
             dtype=dtype_name(q.dtype),
             n_heads=n_heads,
@@ -144,7 +144,7 @@ class ChunkKda(PortableAdapter):
             use_beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
             allow_neg_eigval=bool(allow_neg_eigval),
             needs_grad=needs_grad(q, k, v, g, beta, initial_state, A_log, dt_bias),
-            device_type=device.type,
+            device_type="cpu" if q.is_cpu else "cuda",
         )
         return facts, device
 
@@ -263,7 +263,7 @@ class FusedRecurrentKda(PortableAdapter):
         rule.check_elements("dt_bias", dt_bias, n_value_heads * head_dim)
         v_first = rule.v_first(state_v_first, transpose_state_layout)
         rule.check_state(initial_state, q, v, cu_seqlens, v_first)
-        facts = _facts(
+        facts = _facts()(
             mode="recurrent",
             dtype=dtype_name(q.dtype),
             n_heads=n_heads,
@@ -281,7 +281,7 @@ class FusedRecurrentKda(PortableAdapter):
             use_beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
             allow_neg_eigval=bool(allow_neg_eigval),
             beta_per_channel=beta.dim() == 4,
-            device_type=device.type,
+            device_type="cpu" if q.is_cpu else "cuda",
         )
         return facts, device
 

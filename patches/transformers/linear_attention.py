@@ -48,7 +48,7 @@ class Operation:
     family: str
     mode: str  #: chunk | recurrent
     compute: Callable[..., Tensors]
-    facts: Callable[..., Any]
+    facts: Callable[[], Callable[..., Any]]  #: the constructor, as `interned` gives it
     plan: Callable[[Any, str], Choice | Declined]
     fla: type[ChunkGatedDeltaRule | FusedRecurrentGatedDeltaRule | ChunkKda | FusedRecurrentKda]
 
@@ -208,7 +208,7 @@ class DeltaRule(PortableAdapter):
             rule.check_shape("g", g, heads)
         rule.check_shape("beta", beta, heads)
         rule.check_state(initial_state, query, value, None, False)
-        facts = operation.facts(
+        facts = operation.facts()(
             mode=operation.mode,
             dtype=checks.dtype_name(query.dtype),
             v_dtype=checks.dtype_name(value.dtype),
@@ -220,7 +220,7 @@ class DeltaRule(PortableAdapter):
             output_final_state=bool(output_final_state),
             use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
             needs_grad=checks.needs_grad(query, key, value, g, beta, initial_state),
-            device_type=device.type,
+            device_type="cpu" if query.is_cpu else "cuda",
         )
         return facts, device
 
