@@ -166,9 +166,9 @@ def oracle(model: nn.Module, inputs: torch.Tensor) -> Results:
 
 @contextlib.contextmanager
 def torch_path(model: Model) -> Iterator[None]:
-    """transformers' own torch functions as the module's globals, as if FLA were not installed."""
+    """transformers' own torch functions as the module's globals, as if FLA and causal_conv1d were not installed."""
     module, before = model.module, {}
-    for name in DELTA_RULES:
+    for name in (*DELTA_RULES, "causal_conv1d_fn", "causal_conv1d_update"):
         if name in vars(module):
             before[name] = held = vars(module)[name]
             if isinstance(held, nn.Module):  # Hugging Face's kernels make a module of the function

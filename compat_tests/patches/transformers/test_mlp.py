@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +27,7 @@ import accel
 from accel import serve, testing
 from accel.kernels.gated_mlp import GatedMlpFacts, gated_mlp, plan
 from accel.outcome import Choice, Decline, Declined
+from accel.patches.transformers.recognise import GatedMlp, classes_of
 from accel.state import STATES
 
 STATE = STATES["transformers.mlp"]
@@ -125,6 +130,37 @@ def test_another_patcher_on_top_survives() -> None:
         assert STATE.declined == {ON_CPU: 1}
     finally:
         LlamaMLP.forward = upstream
+
+
+def test_a_model_imported_later_is_reached() -> None:
+    accel.accelerate("transformers.mlp")
+    names = [f"transformers.models.{name}.modeling_{name}" for name in ("smollm3", "ernie4_5", "dots1", "granite")]
+    name = next(name for name in names if name not in sys.modules)
+    found = [cls for cls, meaning in classes_of(importlib.import_module(name)) if isinstance(meaning, GatedMlp)]
+    assert found and all(serve.wrapped_call(vars(cls)["forward"], STATE) for cls in found)
+
+
+def test_remote_code_is_reached_by_another_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module has no name that could be known beforehand."""
+    accel.accelerate("transformers.mlp")
+    file = tmp_path / "modeling_theirs.py"
+    file.write_text(
+        "from torch import nn\n"
+        "class TheirMLP(nn.Module):\n"
+        "    def forward(self, hidden):\n"
+        "        return self.w2(self.act(self.w1(hidden)) * self.w3(hidden))\n"
+    )
+    name = "transformers_modules.theirs.modeling_theirs"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    upstream = module.TheirMLP.forward
+    accel.accelerate("transformers.mlp")
+    assert serve.wrapped_call(module.TheirMLP.forward, STATE)
+    accel.restore()
+    assert module.TheirMLP.forward is upstream
 
 
 # --- What is read --------------------------------------------------------------------------------------------------
