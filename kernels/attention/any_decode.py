@@ -1,10 +1,10 @@
 """Attention of a few queries over many keys (decode), one source for every target.
 
-All q heads of one kv head, times the q positions, are the rows of one tile of 16, 32 or 64, so k and v are read once. A
-CTA has a share of the keys of one (batch, kv head): every splits-th stretch of blocks, which spreads any padding evenly.
+All q heads of one kv head, times the q positions, are the rows of one tile of 16, 32 or 64: k and v are read once. A
+CTA has a share of the keys of one (batch, kv head): every splits-th stretch of blocks, which spreads padding evenly.
 Inside, a group of warps has its own blocks of 16 or 32 keys, its own ring of asynchronous copies in shared memory and
-its own online softmax in fp32: groups never wait for each other before the end. There the groups of a CTA add up through
-shared memory, and the CTAs of a (batch, kv head) through a scratch buffer: the last to arrive, found by an atomic
+its own online softmax in fp32: groups never wait for each other before the end. There those of a CTA add up through
+shared memory, the CTAs of a (batch, kv head) through a scratch buffer: the last to arrive, found by an atomic
 counter that it resets, adds the others up in their order. One launch, and the same bits every time.
 
 A boolean mask is read ahead, 32 blocks at a time, into one bit a key: blocks without a key to attend are never loaded.

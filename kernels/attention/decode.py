@@ -40,15 +40,15 @@ def decode(
     lse: bool = False,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(scale * q @ k.T + mask) @ v for up to 16 q positions and 64 packed rows (q positions x q heads a kv head).
+    """softmax(scale * q @ k.T + mask) @ v for up to 16 q positions and 64 packed rows (q positions x q heads of a group).
 
     q (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_kv, seqlen_k, ...), contiguous last dimension, rows at
     multiples of 16 bytes. mask: boolean (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides, True: attend.
     causal: "none", "top_left" (query i sees key j if j <= i) or "bottom_right" (if j - seqlen_k <= i - seqlen_q).
     `splits`, the CTAs that share the keys of a (batch, kv head), is chosen from the shapes.
 
-    Returns (batch, heads_q, seqlen_q, head_dim_v), in memory (batch, seqlen_q, heads_q, head_dim_v), and the log-sum-exp
-    (batch, heads_q, seqlen_q) or None. A row that sees no key gives 0 and -inf.
+    Returns (batch, heads_q, seqlen_q, head_dim_v), in memory (batch, seqlen_q, heads_q, head_dim_v), and the
+    (batch, heads_q, seqlen_q) log-sum-exp or None. A row that sees no key gives 0 and -inf.
 
     Raises Decline during graph capture if the kernel is not loaded yet, and for tensors that no kernel can reach.
     """
@@ -165,7 +165,7 @@ def _scratch(index: int, floats: int) -> Tensor:
     """Counters, all zero between kernels, and room for `floats` partial results, for the current stream alone.
 
     Kernels of one stream run one after the other, so they can share it; it grows, never shrinks. What a graph captures
-    gets a buffer of that capture, from its memory pool, zeroed inside the graph: replays of two graphs may overlap, and no
+    gets a buffer of that capture, from its memory pool, zeroed in the graph: replays of two graphs may overlap, and no
     buffer of the outside may be replaced under them.
     """
     if floats == 0:
@@ -218,7 +218,7 @@ def _capture_id(stream: int) -> int | None:
 
 
 def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, thunk that compiles into the disk cache) for all head dims, masks and 16 or 32 rows, on a target's archs."""
+    """(name, thunk that compiles into the disk cache) for all head dims and masks, on a target's archs."""
     for arch in archs.known_archs():
         if archs.compile_target(arch) != target:
             continue

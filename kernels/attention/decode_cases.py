@@ -1,6 +1,6 @@
 """Named inputs of decode, for certificates, tests and benchmarks.
 
-The smallest set that visits each branch of the kernel: every head dim, tile of rows and mask kind, both dtypes, one block
+The smallest set that visits each branch of the kernel: every head dim, row tile and mask kind, both dtypes, one block
 and many, one split and many, lengths around a block's edge, rows and whole blocks without keys, layouts, large scores.
 """
 
@@ -140,7 +140,7 @@ class DecodeCase:
 def laid_out(values: Tensor, layout: str, is_q: bool) -> Tensor:
     """(batch, heads, seqlen, head_dim) values as caches lie in memory; NaN around them.
 
-    "cache": contiguous; "static": the front of a longer cache; "transposed": (batch, seqlen, heads, head_dim); "packed":
+    "cache": contiguous; "static": of a longer cache; "transposed": (batch, seqlen, heads, head_dim); "packed":
     one of three slices of a (batch, seqlen, 3, heads, head_dim) tensor.
     """
     batch, heads, seqlen, size = values.shape

@@ -2,7 +2,7 @@
 
 A slow model of the machine on purpose: lanes of a warp in lockstep with a program counter each, warps interleaved at
 random, CTAs one after the other in any order. Asynchronous copies land as late as the program allows (`late=True`: when
-it waits for them) or at once (`late=False`: what is overwritten too early shows up). Every access is checked against the
+it waits for them) or at once (`late=False`: what is overwritten too early shows). Every access is checked against the
 arrays that were passed in and the shared memory that was asked for; shared memory starts as NaN. What is not modelled:
 time, caches, memory order between CTAs, textures, TMA, wgmma, and most of PTX: an unknown instruction raises.
 """
@@ -293,11 +293,12 @@ class Machine:
 
     def _op_mul(self, parts, o):  # type: ignore[no-untyped-def]
         if parts[0] == "wide":
-            wide = np.int64 if parts[1] == "s32" else np.uint64
+            wide = np.int64 if parts[1][0] == "s" else np.uint64
             return self._binary(parts, o, lambda a, b: a.astype(wide) * b.astype(wide))
         if parts[0] == "hi":
-            wide = np.int64 if parts[1] == "s32" else np.uint64
-            return self._binary(parts, o, lambda a, b: ((a.astype(wide) * b.astype(wide)) >> 32).astype(a.dtype))
+            wide = np.int64 if parts[1][0] == "s" else np.uint64
+            bits = wide(int(parts[1][1:]))
+            return self._binary(parts, o, lambda a, b: ((a.astype(wide) * b.astype(wide)) >> bits).astype(a.dtype))
         return self._binary(parts, o, np.multiply)
 
     def _op_mad(self, parts, o):  # type: ignore[no-untyped-def]
