@@ -33,9 +33,9 @@ def linear(name: str, layer: nn.Module | None) -> tuple[torch.Tensor, torch.Tens
     if type(layer) is not nn.Linear:
         raise Decline(f"{name} is a {type(layer).__name__}, not nn.Linear")
     untouched(name, layer)
-    parameters = layer._parameters
+    own, parameters = layer.__dict__, layer._parameters
     weight = parameters.get("weight")
-    if weight is None or "weight" in layer.__dict__ or "bias" in layer.__dict__:
+    if weight is None or "weight" in own or "bias" in own:
         raise Decline(f"{name} has no weight parameter of its own")
     if len(parameters) > 2 or layer._buffers or layer._modules:
         raise Decline(f"{name} has further parameters, buffers or layers")

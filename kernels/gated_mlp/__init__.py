@@ -70,22 +70,23 @@ def facts_of(
     out, intermediate = down.shape
     weight_dtypes = (_dtype(gate), _dtype(down)) if up is None else (_dtype(gate), _dtype(up), _dtype(down))
     contiguous = gate.is_contiguous() and down.is_contiguous() and (up is None or up.is_contiguous())
+    # by position, in the order of the fields: with 15 keywords the look-up takes 0.7 us more
     return _facts()(
-        n_rows=x.numel() // hidden if hidden else 0,
-        hidden=hidden,
-        intermediate=intermediate,
-        out=out,
-        dtype=_dtype(x),
-        weight_dtypes=weight_dtypes,
-        activation=activation,
-        fused=up is None,
-        gate_bias=gate_bias is not None,
-        up_bias=up_bias is not None,
-        down_bias=down_bias is not None,
-        x_contiguous=x.stride(-1) == 1,
-        weights_contiguous=contiguous,
-        needs_grad=needs_grad,
-        device_type="cpu" if x.is_cpu else x.device.type,
+        x.numel() // hidden if hidden else 0,
+        hidden,
+        intermediate,
+        out,
+        _dtype(x),
+        weight_dtypes,
+        activation,
+        up is None,
+        gate_bias is not None,
+        up_bias is not None,
+        down_bias is not None,
+        x.stride(-1) == 1,
+        contiguous,
+        needs_grad,
+        "cpu" if x.is_cpu else x.device.type,
     )
 
 
