@@ -40,7 +40,7 @@ def decode(
     lse: bool = False,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(scale * q @ k.T + mask) @ v for up to 16 q positions and 64 packed rows (q positions x q heads of a group).
+    """softmax(scale * q @ k.T + mask) @ v for up to 16 q positions, 64 packed rows (q positions x q heads of a group).
 
     q (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_kv, seqlen_k, ...), contiguous last dimension, rows at
     multiples of 16 bytes. mask: boolean (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides, True: attend.

@@ -1,0 +1,250 @@
+"""Decode without a GPU: configurations, splits, layouts in shared memory, and the compiled kernels run on the CPU."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accel.kernels.attention import decode as host
+from accel.kernels.attention.decode_cases import DECODE_CASES, MASKS, DecodeCase, mask_of
+from accel.kernels.attention.decode_config import COUNTERS, HEAD_DIMS, ROWS, DecodeConfig, swizzled
+from accel.kernels.runtime import arch as archs
+from accel.kernels.runtime import compile as runtime
+from accel.kernels.runtime import emulate
+
+LOG2_E = math.log2(math.e)
+
+
+# --- Configurations and splits -------------------------------------------------------------------------------------
+
+
+def test_configurations_refuse_what_no_kernel_is_made_for() -> None:
+    good = ("bfloat16", 128, 128, 16, "none", False, 32, 3)
+    assert DecodeConfig(*good).groups == 4
+    for position, wrong, name in (
+        (0, "float32", "dtype"),
+        (1, 72, "head dims"),
+        (3, 128, "rows"),
+        (4, "float", "mask"),
+        (6, 64, "block"),
+        (7, 1, "slots"),
+    ):
+        values = list(good)
+        values[position] = wrong
+        with pytest.raises(ValueError, match=name):
+            DecodeConfig(*values)
+    with pytest.raises(ValueError, match="too small to exchange"):
+        DecodeConfig("bfloat16", 256, 256, 64, "none", False, 16, 2)
+
+
+@pytest.mark.parametrize("arch", archs.known_archs())
+def test_plans_fit_the_arch(arch: str) -> None:
+    limits = archs.limits(arch)
+    missing = []
+    for head_dim, head_dim_v in HEAD_DIMS:
+        for rows in (1, *ROWS):
+            for mask in ("none", "keys", "rows"):
+                config = host.decode_config("bfloat16", head_dim, head_dim_v, rows, mask, True, arch)
+                if config is None:
+                    missing.append((head_dim, rows))
+                    continue
+                assert config.rows >= rows and config.slots >= 3
+                together = config.ctas_per_sm * (config.smem_bytes + limits.smem_reserved)
+                assert config.smem_bytes <= limits.smem_per_cta and together <= limits.smem_per_sm
+                assert config.ctas_per_sm * config.threads <= limits.threads_per_sm
+    # 64 rows of q, 32 KB, and the exchange of their outputs do not fit into 99 KB.
+    assert set(missing) <= {(256, 64)} and (not missing or limits.smem_per_cta < 100 * archs.KIB)
+
+
+def test_no_kernel_for_other_calls() -> None:
+    for arguments in (
+        ("float32", 128, 128, 1, "none", False, "sm_90"),
+        ("bfloat16", 72, 72, 1, "none", False, "sm_90"),
+        ("bfloat16", 128, 128, 65, "none", False, "sm_90"),
+        ("bfloat16", 128, 128, 0, "none", False, "sm_90"),
+        ("bfloat16", 128, 128, 1, "none", False, "sm_75"),
+    ):
+        assert host.decode_config(*arguments) is None
+
+
+def test_splits_fill_the_gpu_and_depend_on_shapes_alone() -> None:
+    slots = 264
+    assert host.splits_for(64, 16, slots) == 4
+    assert host.splits_for(4096, 1, slots) == 1
+    assert host.splits_for(COUNTERS + 1, 100, slots) == 1
+    assert host.splits_for(8, 0, slots) == 1
+    for pairs in (1, 2, 3, 8, 24, 64, 100, 263, 264, 265, 300, 512, 1024):
+        for most in (1, 2, 5, 16, 130):
+            splits = host.splits_for(pairs, most, slots)
+            fill = [pairs * s / (math.ceil(pairs * s / slots) * slots) for s in range(1, most + 1)]
+            assert 1 <= splits <= most and fill[splits - 1] >= 0.95 * max(fill)
+
+
+def test_masks_lose_the_dimensions_that_only_repeat() -> None:
+    for shape, expanded, kind, kept in (
+        ((2, 1, 1, 9), (2, 1, 1, 9), "keys", (2, 1, 1, 9)),
+        ((2, 1, 1, 9), (2, 4, 3, 9), "keys", (2, 1, 1, 9)),
+        ((1, 1, 3, 9), (2, 4, 3, 9), "rows", (2, 1, 3, 9)),
+        ((1, 4, 1, 9), (2, 4, 3, 9), "rows", (2, 4, 1, 9)),
+        ((2, 4, 3, 9), (2, 4, 3, 9), "rows", (2, 4, 3, 9)),
+    ):
+        found, view = host.flattened(torch.ones(shape, dtype=torch.bool).expand(expanded))
+        assert (found, tuple(view.shape), view.dtype) == (kind, kept, torch.uint8)
+
+
+# --- Layouts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", sorted({d for pair in HEAD_DIMS for d in pair}))
+def test_tiles_in_shared_memory(head_dim: int) -> None:
+    """Every chunk has a place of its own; the 8 rows that an 8x8 matrix is read from lie in different banks."""
+    chunks = head_dim // 8
+    places = [[swizzled(row, chunk, chunks) for chunk in range(chunks)] for row in range(64)]
+    assert sorted(place for row in places for place in row) == list(range(64 * chunks))
+    for first in range(0, 64, 8):
+        for chunk in range(chunks):
+            assert len({places[row][chunk] % 8 for row in range(first, first + 8)}) == 8
+
+
+# --- The compiled kernels, on the CPU ------------------------------------------------------------------------------
+
+
+def run_on_cpu(
+    config: DecodeConfig, ptx: str, case: DecodeCase, inputs: dict[str, Any], splits: int, late: bool, seed: int
+) -> tuple[dict[str, torch.Tensor], emulate.Machine]:
+    """What the kernel writes, its outputs and scratch filled with NaN before."""
+    memory = emulate.Memory()
+
+    def place(t: torch.Tensor) -> int:
+        raw = np.frombuffer(bytes(t.untyped_storage()), np.uint8)
+        return memory.place(raw) + t.storage_offset() * t.element_size()
+
+    def tensor(t: torch.Tensor, dims: int) -> bytes:
+        return emulate.pack_tensor(place(t), t.shape[:dims], t.stride()[:dims])
+
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    batch, heads_q, seqlen_q, head_dim = q.shape
+    heads_kv, seqlen_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+    parameters = [tensor(q, 3), tensor(k, 3), tensor(v, 3)]
+    if "mask" in inputs:
+        parameters.append(tensor(host.flattened(inputs["mask"])[1], 4))
+    out = np.full((batch, seqlen_q, heads_q, head_dim_v), 0xFFFF, np.uint16)
+    parameters.append(emulate.pack_tensor(memory.place(out), out.shape[:3], [n // 2 for n in out.strides[:3]]))
+    lse = np.full((batch, heads_q, seqlen_q), np.nan, np.float32)
+    parameters.append(emulate.pack_tensor(memory.place(lse), lse.shape, [n // 4 for n in lse.strides[:2]]))
+    partial = batch * heads_q * seqlen_q * splits * (head_dim_v + 4) if splits > 1 else 0
+    scratch = np.full(COUNTERS + partial, np.nan, np.float32)
+    scratch[:COUNTERS] = 0
+    parameters.append(emulate.pack_tensor(memory.place(scratch), scratch.shape, ()))
+    offset = {"none": seqlen_k, "top_left": 0, "bottom_right": seqlen_k - seqlen_q}[case.causal]
+    parameters += [
+        np.int32(splits).tobytes(),
+        np.float32(head_dim**-0.5 * LOG2_E).tobytes(),
+        np.int32(offset).tobytes(),
+    ]
+    machine = emulate.Machine(ptx, config.smem_bytes, memory, parameters, late)
+    order = list(range(batch * heads_kv * splits))
+    random.Random(seed).shuffle(order)
+    machine.run(len(order), seed, order)
+    assert not scratch[:COUNTERS].any(), "a counter was not reset"
+    values = torch.from_numpy(out.astype(np.int32).astype(np.int16)).view(q.dtype).transpose(1, 2)
+    return {"out": values, "lse": torch.from_numpy(lse)}, machine
+
+
+#: A kernel each, then the cases it runs: (case, splits).
+EMULATED = (
+    (
+        ("sm_90", 128, 128, "none"),
+        (DecodeCase(1, (4, 2), (1, 171), 128), 1),
+        (DecodeCase(1, (4, 1), (4, 557), 128, causal="bottom_right", layout="static"), 3),
+        (DecodeCase(1, (2, 1), (3, 1), 128, causal="bottom_right", layout="packed"), 2),
+        (DecodeCase(1, (2, 2), (5, 5), 128, causal="top_left"), 1),
+    ),
+    (
+        ("sm_90", 64, 64, "keys"),
+        (DecodeCase(2, (4, 1), (1, 900), 64, mask="holes", layout="transposed"), 2),
+        (DecodeCase(2, (2, 1), (1, 300), 64, mask="nothing"), 1),
+        (DecodeCase(2, (2, 1), (1, 700), 64, mask="left"), 2),
+    ),
+    (
+        ("sm_80", 128, 128, "rows"),
+        (DecodeCase(1, (4, 1), (4, 350), 128, mask="window"), 2),
+        (DecodeCase(1, (4, 2), (3, 130), 128, mask="full_rank", causal="bottom_right"), 1),
+        (DecodeCase(1, (4, 1), (2, 100), 128, mask="per_head"), 1),
+    ),
+    (("sm_90", 80, 80, "none"), (DecodeCase(1, (20, 1), (2, 300), 80, causal="bottom_right"), 2)),
+    (("sm_90", 192, 128, "keys"), (DecodeCase(1, (2, 2), (1, 150), 192, 128, mask="random"), 2)),
+    (("sm_90", 256, 256, "rows"), (DecodeCase(1, (8, 1), (8, 180), 256, mask="per_q"), 1)),
+)
+
+
+@pytest.mark.parametrize("kernel", EMULATED, ids=lambda kernel: "-".join(map(str, kernel[0])))
+def test_emulated(kernel: tuple[Any, ...]) -> None:
+    """Index arithmetic, masks, barriers, races of copies, bounds of every access: the machine's PTX, on the CPU."""
+    (arch, head_dim, head_dim_v, mask), *cases = kernel
+    first = cases[0][0]
+    rows = max(case.heads[0] // case.heads[1] * case.seqlens[0] for case, _ in cases)
+    config = host.decode_config(first.dtype, head_dim, head_dim_v, rows, mask, True, arch)
+    ptx = runtime.compile_only(runtime.Kernel("attention", "any_decode", config), archs.compile_target(arch)).ptx
+    for number, (case, splits) in enumerate(cases):
+        inputs = case.make("cpu", torch.Generator().manual_seed(number))
+        hide(case, inputs)
+        want = case.oracle(readable(inputs))
+        for late in (True, False):
+            got, machine = run_on_cpu(config, ptx, case, inputs, splits, late, number)
+            assert machine.bank_conflicts == 0
+            infinite = torch.isinf(want["lse"])
+            assert torch.equal(torch.isinf(got["lse"]), infinite), case.name
+            assert not torch.isnan(got["out"]).any() and (got["out"][infinite] == 0).all(), case.name
+            error = (got["out"].double() - want["out"]).norm() / want["out"].norm().clamp(min=1e-30)
+            assert error < 4e-3, f"{case.name}: {error:.1e}"
+            assert ((got["lse"].double() - want["lse"])[~infinite].abs() < 1e-5).all(), case.name
+
+
+def hide(case: DecodeCase, inputs: dict[str, Any]) -> None:
+    """NaN in every key and value that no row of its kv head sees."""
+    seen = case.visible(inputs)
+    if seen is None:
+        return
+    batch, heads_q, seqlen_q, seqlen_k = *inputs["q"].shape[:3], case.seqlens[1]
+    heads_kv = case.heads[1]
+    dead = ~seen.expand(batch, heads_q, seqlen_q, seqlen_k).reshape(batch, heads_kv, -1, seqlen_k).any(2)
+    for name in ("k", "v"):
+        inputs[name][dead] = torch.nan
+
+
+def readable(inputs: dict[str, Any]) -> dict[str, Any]:
+    """For the formula, whose zero weights do not hide a NaN."""
+    return {name: t if t.dtype is torch.bool else torch.nan_to_num(t) for name, t in inputs.items()}
+
+
+# --- Cases ---------------------------------------------------------------------------------------------------------
+
+
+def test_cases_visit_every_kernel_feature() -> None:
+    assert len({case.name for case in DECODE_CASES}) == len(DECODE_CASES)
+    configs = set()
+    for case in DECODE_CASES:
+        facts = case.facts
+        mask = case.make("meta", None).get("mask")
+        kind = "none" if mask is None else host.flattened(mask)[0]
+        config = host.decode_config(case.dtype, *case.dims, facts.group * facts.seqlen_q, kind, case.lse, "sm_90")
+        assert config is not None, case.name
+        configs.add(config)
+    assert {(c.head_dim, c.head_dim_v) for c in configs} == set(HEAD_DIMS)
+    assert {c.rows for c in configs} == set(ROWS) and {c.mask for c in configs} == {"none", "keys", "rows"}
+    assert {c.dtype for c in configs} == {"bfloat16", "float16"}
+    assert {case.mask for case in DECODE_CASES} == set(MASKS)
+
+
+@pytest.mark.parametrize("kind", MASKS[1:])
+def test_masks_have_the_shapes_that_models_pass(kind: str) -> None:
+    mask = mask_of(kind, 3, 4, 2, 500)
+    assert mask.dtype is torch.bool and mask.dim() == 4 and mask.shape[3] == 500
+    assert all(n in (1, full) for n, full in zip(mask.shape, (3, 4, 2), strict=False))
+    assert mask.any() and not mask.all()
