@@ -115,9 +115,10 @@ def everywhere(owner: Any, name: str, adapter: Adapter, state: TargetState) -> l
     call = _behind(current, label, state)
     if call is None:
         return [Everywhere(current, _placed(label, current, adapter, state))]
-    if current is call.wrapper:
-        return [Everywhere(call.original, current)]
-    return [Inside(label, lambda: vars(owner).get(name))]
+    made: list[Rebinding] = [Everywhere(call.original, call.wrapper)]
+    if current is not call.wrapper:  # the other holders are ours all the same
+        made.append(Inside(label, lambda: vars(owner).get(name)))
+    return made
 
 
 def entry(
@@ -152,6 +153,11 @@ def wrapped_call(function: Any, state: TargetState | None = None) -> ServedCall 
             return call
         function = getattr(function, "__wrapped__", None)
     return None
+
+
+def behind(owner: Any, name: str, state: TargetState) -> ServedCall | None:
+    """Our call behind what `owner` holds as `name` now, under any layers of others; None without one."""
+    return _behind(vars(owner).get(name), f"{name_of(owner)}.{name}", state)
 
 
 def _placed(label: str, original: Any, adapter: Adapter, state: TargetState) -> Callable[..., Any]:

@@ -152,6 +152,22 @@ def test_a_patcher_that_does_not_tell_what_it_wraps(upstream) -> None:
     assert len(upstream.adapters["double"].ran) == 1
 
 
+def test_a_patched_over_function_is_served_at_its_other_holders(upstream) -> None:
+    layers, ops = upstream.module("layers"), upstream.module("ops")
+    original = ops.scale
+    upstream.on("scale")
+    ours = ops.scale
+    ops.scale = lambda x: ours(x) + 100
+    accel.restore()
+    assert layers.renamed is ops.also_scale is original
+    upstream.on("scale")
+    assert layers.renamed is ops.also_scale is ours
+    assert torch.equal(ops.scale(torch.ones(1)), torch.full((1,), 102.0))
+    assert len(upstream.adapters["scale"].ran) == 1
+    accel.restore()
+    assert layers.renamed is ops.also_scale is original
+
+
 def test_a_patcher_that_goes_away_leaves_no_trace_of_ours(upstream) -> None:
     layers = upstream.module("layers")
     original = vars(layers.Double)["forward"]

@@ -43,7 +43,7 @@ def rebind(
             return []  # its own turn comes
         module = defining
     current = vars(module)[name]
-    call = serve.wrapped_call(current, state)
+    call = serve.behind(module, name, state)
     if call is None:
         made = serve.everywhere(module, name, adapter(current), state)
         call = serve.wrapped_call(state.wrappers[id(current)], state)
