@@ -78,13 +78,20 @@ def explain(target: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choi
             raise ValueError(f"{target!r} is not served by accel here; name a target instead")
         return call.explain(args, kwargs)
     state = _state(target)
-    outcomes = [served.explain(args, kwargs) for served in serve.calls_of(state)]
-    if not outcomes:
+    calls = serve.calls_of(state)
+    if not calls:
         return Declined(f"{target} is {state.state}")
+    # An adapter of a class's forward says by `concerns(*args)` whether the module is of that class.
+    meant = [call for call in calls if getattr(call.adapter, "concerns", _anything)(*args)]
+    outcomes = [call.explain(args, kwargs) for call in meant or calls]
     for outcome in outcomes:
         if isinstance(outcome, Choice):
             return outcome
     return outcomes[0]
+
+
+def _anything(*args: Any) -> bool:
+    return True
 
 
 def _state(name: str) -> TargetState:
