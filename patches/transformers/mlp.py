@@ -38,6 +38,10 @@ class Mlp:
     def __init__(self, cls: type, layers: recognise.GatedMlp) -> None:
         self.cls, self.layers, self.names = cls, layers, recognise.names_of(cls)
 
+    def concerns(self, *args: Any) -> bool:
+        """Whether a call's module is of this class or a subclass of it; the target has an adapter for each class."""
+        return bool(args) and isinstance(args[0], self.cls)
+
     def facts(self, *args: Any, **kwargs: Any) -> tuple[GatedMlpFacts, torch.device]:
         """The facts of a call whose layers are nothing but what their classes say."""
         module, x = recognise.arguments(self.names, args, kwargs)

@@ -54,6 +54,10 @@ class RmsNorm:
     def __init__(self, cls: type, norm: recognise.RmsNorm) -> None:
         self.cls, self.norm, self.names = cls, norm, recognise.names_of(cls)
 
+    def concerns(self, *args: Any) -> bool:
+        """Whether a call's module is of this class or a subclass of it; the target has an adapter for each class."""
+        return bool(args) and isinstance(args[0], self.cls)
+
     def facts(self, *args: Any, **kwargs: Any) -> tuple[NormFacts, torch.device]:
         """The facts of a call of `forward(self, hidden_states)` or `forward(self, hidden_states, gate)`."""
         module, x, gate = self._arguments(args, kwargs)

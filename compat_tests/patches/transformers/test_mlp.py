@@ -215,7 +215,16 @@ def test_the_last_reason_is_the_missing_kernel(fake_cuda: Any) -> None:
     for module, cls in ((llama(), LlamaMLP), (llama(hidden_act="gelu"), LlamaMLP), (phi3(), Phi3MLP)):
         decision, key = on(cls).decide((moved(module, fake_cuda), x), {}, arch="sm_90")
         assert reason(decision) == NO_KERNEL and key is not None
-    assert reason(accel.explain("transformers.mlp", llama(), torch.randn(1, HIDDEN))) == ON_CPU
+
+
+def test_explain_by_the_targets_name_asks_the_modules_own_class() -> None:
+    accel.accelerate("transformers.mlp")
+    x = torch.randn(1, HIDDEN)
+    for module in (llama(), phi3()):
+        assert reason(accel.explain("transformers.mlp", module, x)) == ON_CPU
+    sub = Sub(LlamaConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE))
+    assert reason(accel.explain("transformers.mlp", sub, x)) == "Sub is a subclass of LlamaMLP"
+    assert "is a subclass of" not in reason(accel.explain("transformers.mlp", llama()))
 
 
 # --- Declined for what the module is -------------------------------------------------------------------------------
