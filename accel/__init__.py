@@ -40,7 +40,7 @@ _EXPORTS = {
     "restore": "activation",
     "status": "report",
 }
-__all__ = [*_EXPORTS]  # noqa: PLE0604 - the table above is the list
+__all__ = [*_EXPORTS]
 
 
 def __getattr__(name: str) -> object:
