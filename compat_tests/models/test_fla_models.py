@@ -12,6 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -336,15 +337,17 @@ def test_generate(name: str) -> None:
     handle = model.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
     found = model.generate(ids, **options)
     handle.remove()
-    if "past_key_values" in given[-1]:
-        assert given[-1]["past_key_values"] is not None and given[-1]["input_ids"].shape[1] == 1
+    first, last = given[0], given[-1]
+    if "past_key_values" in last and first["input_ids"].shape == ids.shape:
+        assert last["past_key_values"] is not None and last["input_ids"].shape[1] == 1
         assert torch.equal(found, expected)
-    else:
-        # transformers >= 5.24 hands the state on as `cache`, a keyword that FLA 0.6.0's models do not know: upstream's
-        # own generate() loses it, with and without accel.
-        assert "cache" in given[-1]
-        assert "cache" not in inspect.signature(type(model).forward).parameters
-        assert found.shape == expected.shape
+        return
+    # Pairs of releases whose own generate() loses the prompt or the state, with and without accel. transformers 5.24
+    # hands the state on as `cache`, which FLA 0.6.0's models do not know; FLA 0.5.2 takes the empty cache that
+    # transformers 5.17 starts with for a prompt that has been read.
+    known = [name for name in ("cache", "past_key_values") if name in inspect.signature(type(model).forward).parameters]
+    assert ("cache" in last and "cache" not in known) or first["input_ids"].shape[1] == 1
+    assert found.shape == expected.shape
 
 
 # ---- packing, padding, checkpointing, compiling ----
@@ -352,32 +355,35 @@ def test_generate(name: str) -> None:
 
 @EVERY
 def test_packed_sequences_equal_separate_ones(name: str) -> None:
-    model = made(name)
-    lengths = (1, 65, 3, 20)
+    model = made(name).double()  # so that equal means equal
+    # FLA 0.5.2's convolution takes a lone token for a decoding step, which has no gradient
+    lengths = (2 if version("fla-core").startswith("0.5") else 1, 65, 3, 20)
     parts = [tokens(1, length) for length in lengths]
     ends = torch.tensor((0, *lengths)).cumsum(0)
     accel.accelerate()
     packed = model(torch.cat(parts, 1), cu_seqlens=ends).logits
     separate = torch.cat([model(part).logits for part in parts], 1)
-    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed, separate, rtol=1e-9, atol=1e-12)
     ours, theirs = (gradients(model, logits.square().mean()) for logits in (packed, separate))
     for key, value in ours.items():
-        torch.testing.assert_close(value, theirs[key], rtol=1e-3, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+        assert float((value - theirs[key]).norm()) <= 1e-9 * float(theirs[key].norm()), key
+    assert served(targets(name)[0]) == (1 + len(lengths)) * model.config.num_hidden_layers
 
 
 @BOTH
 def test_left_padding_changes_nothing(name: str) -> None:
-    model, ids = made(name), tokens(2, 20)
+    model, ids = made(name).double(), tokens(2, 20)
     mask = torch.ones_like(ids)
     mask[1, :8] = 0
     accel.accelerate()
     padded = model(ids, attention_mask=mask).logits
-    torch.testing.assert_close(padded[:1], model(ids[:1]).logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(padded[1:, 8:], model(ids[1:, 8:]).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(padded[:1], model(ids[:1]).logits, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(padded[1:, 8:], model(ids[1:, 8:]).logits, rtol=1e-9, atol=1e-12)
     assert all(bool(grad.isfinite().all()) for grad in gradients(model, padded[mask.bool()].square().mean()).values())
+    model.eval()
     with torch.no_grad():
-        model.eval()
-        torch.testing.assert_close(model(ids, attention_mask=mask).logits, padded, rtol=1e-4, atol=1e-5)
+        stepped = model(ids, attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(stepped, padded[mask.bool()].detach(), rtol=1e-9, atol=1e-12)
 
 
 @BOTH
