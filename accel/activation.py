@@ -143,7 +143,18 @@ def restore(targets: str | Iterable[str] | None = None) -> None:
     for name, line in left:
         log.warning("accel: %s: left to its new owner: %s", name, line)
     if changed:
+        _warn_of_pending()
         _reset_dynamo()
+
+
+def _warn_of_pending() -> None:
+    checkpoint = sys.modules.get("accel.checkpoint")
+    if checkpoint is not None and (regions := checkpoint.pending()):
+        log.warning(
+            "accel: restored while %d checkpointed regions wait for their backward pass. Upstream recomputes what was "
+            "served there, and torch may raise a CheckpointError: restore between training steps",
+            regions,
+        )
 
 
 def _undo(rebinding: Rebinding) -> list[str]:

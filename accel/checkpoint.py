@@ -9,6 +9,7 @@ with it. The reentrant checkpoint differentiates the recomputation itself and co
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _ATTRIBUTE = "_accel_routes"  #: on torch's frame
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)  # no slots: Python 3.10 cannot refer weakly to an object with them
 class Routes:
     """What the calls of one checkpointed region did, in their order: served by us or not."""
 
@@ -29,6 +30,8 @@ class Routes:
 
     def record(self, call: Hashable, served: bool) -> None:
         self.taken.setdefault(call, []).append(served)
+        if served:
+            _served.add(self)
 
     def replay(self, call: Hashable) -> bool:
         """Whether the next call was served in the forward; False for one that we did not see there."""
@@ -36,6 +39,14 @@ class Routes:
         self.position[call] = index + 1
         taken = self.taken.get(call, ())
         return index < len(taken) and taken[index]
+
+
+_served: weakref.WeakSet[Routes] = weakref.WeakSet()
+
+
+def pending() -> int:
+    """How many regions in which we served a call can still be run again: those whose backward pass is to come."""
+    return len(_served)
 
 
 def region() -> tuple[Routes, bool] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 import threading
@@ -551,6 +552,22 @@ def test_nested_checkpoints(saving) -> None:
         call.quarantine(key, "made up")
     y.sum().backward()
     assert torch.equal(x.grad, expected)
+
+
+def test_restore_between_forward_and_backward_is_warned_of(saving, caplog: pytest.LogCaptureFixture) -> None:
+    """A class's forward is looked up again when it is recomputed, and restore has put upstream's back."""
+    scale = saving.module("ops").scale
+    y = checkpoint(lambda z: torch.sin(scale(z)), torch.ones(4, requires_grad=True), use_reentrant=False)
+    with caplog.at_level(logging.WARNING, "accel"):
+        accel.restore()
+        assert "restored while 1 checkpointed regions wait" in caplog.text
+        caplog.clear()
+        saving.on()
+        y.sum().backward()
+        del y
+        gc.collect()
+        accel.restore()
+    assert "checkpointed regions" not in caplog.text
 
 
 def test_the_check_that_these_tests_rest_on(saving) -> None:
