@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accel.kernels.attention import decode as host
+from accel.kernels.attention import decode_plan as planned
 from accel.kernels.attention.decode_cases import DECODE_CASES, MASKS, DecodeCase, mask_of
 from accel.kernels.attention.decode_config import COUNTERS, HEAD_DIMS, ROWS, DecodeConfig, swizzled
 from accel.kernels.runtime import arch as archs
@@ -49,7 +50,7 @@ def test_plans_fit_the_arch(arch: str) -> None:
     for head_dim, head_dim_v in HEAD_DIMS:
         for rows in (1, *ROWS):
             for mask in ("none", "keys", "rows"):
-                config = host.decode_config("bfloat16", head_dim, head_dim_v, rows, mask, True, arch)
+                config = planned.decode_config("bfloat16", head_dim, head_dim_v, rows, mask, True, arch)
                 if config is None:
                     missing.append((head_dim, rows))
                     continue
@@ -69,18 +70,18 @@ def test_no_kernel_for_other_calls() -> None:
         ("bfloat16", 128, 128, 0, "none", False, "sm_90"),
         ("bfloat16", 128, 128, 1, "none", False, "sm_75"),
     ):
-        assert host.decode_config(*arguments) is None
+        assert planned.decode_config(*arguments) is None
 
 
 def test_splits_fill_the_gpu_and_depend_on_shapes_alone() -> None:
     slots = 264
-    assert host.splits_for(64, 16, slots) == 4
-    assert host.splits_for(4096, 1, slots) == 1
-    assert host.splits_for(COUNTERS + 1, 100, slots) == 1
-    assert host.splits_for(8, 0, slots) == 1
+    assert planned.splits_for(64, 16, slots) == 4
+    assert planned.splits_for(4096, 1, slots) == 1
+    assert planned.splits_for(COUNTERS + 1, 100, slots) == 1
+    assert planned.splits_for(8, 0, slots) == 1
     for pairs in (1, 2, 3, 8, 24, 64, 100, 263, 264, 265, 300, 512, 1024):
         for most in (1, 2, 5, 16, 130):
-            splits = host.splits_for(pairs, most, slots)
+            splits = planned.splits_for(pairs, most, slots)
             fill = [pairs * s / (math.ceil(pairs * s / slots) * slots) for s in range(1, most + 1)]
             assert 1 <= splits <= most and fill[splits - 1] >= 0.95 * max(fill)
 
@@ -189,7 +190,7 @@ def test_emulated(kernel: tuple[Any, ...]) -> None:
     (arch, head_dim, head_dim_v, mask), *cases = kernel
     first = cases[0][0]
     rows = max(case.heads[0] // case.heads[1] * case.seqlens[0] for case, _ in cases)
-    config = host.decode_config(first.dtype, head_dim, head_dim_v, rows, mask, True, arch)
+    config = planned.decode_config(first.dtype, head_dim, head_dim_v, rows, mask, True, arch)
     ptx = runtime.compile_only(runtime.Kernel("attention", "any_decode", config), archs.compile_target(arch)).ptx
     for number, (case, splits) in enumerate(cases):
         inputs = case.make("cpu", torch.Generator().manual_seed(number))
@@ -233,7 +234,7 @@ def test_cases_visit_every_kernel_feature() -> None:
         facts = case.facts
         mask = case.make("meta", None).get("mask")
         kind = "none" if mask is None else host.flattened(mask)[0]
-        config = host.decode_config(case.dtype, *case.dims, facts.group * facts.seqlen_q, kind, case.lse, "sm_90")
+        config = planned.decode_config(case.dtype, *case.dims, facts.group * facts.seqlen_q, kind, case.lse, "sm_90")
         assert config is not None, case.name
         configs.add(config)
     assert {(c.head_dim, c.head_dim_v) for c in configs} == set(HEAD_DIMS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,12 +19,10 @@ from accel.outcome import Decline
 from ..runtime import arch as archs
 from ..runtime.compile import Kernel, build_object, function
 from ..runtime.launch import sm_count
-from .decode_config import COUNTERS, DTYPES, HEAD_DIMS, ROWS, DecodeConfig
+from .decode_config import COUNTERS, DTYPES, HEAD_DIMS, DecodeConfig
+from .decode_plan import KERNEL, decode_config, splits_for
 
-FAMILY, KERNEL = "attention", "any_decode"
-MAX_SEQLEN_Q = 16
-MAX_SEQLEN_K = 2**30
-GOOD = 0.95  #: the fewest splits whose last wave is this full, against the fullest, are taken
+FAMILY = "attention"
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _loaded: dict[tuple[Any, ...], tuple[Callable[..., Any], DecodeConfig, int]] = {}
 
@@ -115,43 +113,6 @@ def load(
 
 def slots_of(config: DecodeConfig, index: int) -> int:
     return sm_count(index) * config.ctas_per_sm
-
-
-@lru_cache(maxsize=1024)
-def decode_config(
-    dtype: str, head_dim: int, head_dim_v: int, rows: int, mask: str, lse: bool, arch: str
-) -> DecodeConfig | None:
-    """Two CTAs an SM if each still has three slots of 16 or 32 keys a group, else one; None: no kernel takes it.
-
-    Three slots keep two in flight: 128 KB an SM at head_dim 128, where 64 KB saturate an H200's memory.
-    """
-    limits = archs.limits(arch)
-    if limits is None or dtype not in DTYPES or (head_dim, head_dim_v) not in HEAD_DIMS or not 0 < rows <= ROWS[-1]:
-        return None
-    tile = next(r for r in ROWS if rows <= r)
-    for ctas, warps in ((2, 4), (1, 4), (1, 2)):
-        limit = min(limits.smem_per_cta, limits.smem_per_sm // ctas - limits.smem_reserved)
-        for block in (32, 16):
-            for slots in range(12, 2, -1):
-                try:
-                    config = DecodeConfig(dtype, head_dim, head_dim_v, tile, mask, lse, block, slots, warps, ctas)
-                except ValueError:
-                    continue
-                if config.smem_bytes <= limit:
-                    return config
-    return None
-
-
-@lru_cache(maxsize=4096)
-def splits_for(pairs: int, most: int, slots: int) -> int:
-    """CTAs per (batch, kv head): the fewest, up to `most`, whose waves over `slots` CTAs are nearly as full as any.
-
-    Counters are kept for 1024 (batch, kv head) pairs; so many fill any GPU without being split.
-    """
-    if pairs > COUNTERS or most <= 1:
-        return 1
-    full = [pairs * s / (-(-pairs * s // slots) * slots) for s in range(1, most + 1)]
-    return next(s for s, fill in enumerate(full, 1) if fill >= GOOD * max(full))
 
 
 # --- Scratch -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from functools import lru_cache
 
 from accel.outcome import Choice, Declined
 
+from ..runtime import arch as archs
+from . import decode_plan
 from .config import FwdConfig
 from .facts import AttentionFacts
 
@@ -13,15 +15,22 @@ FAMILY = "attention"
 DTYPES = ("bfloat16", "float16")
 #: q, k and v tiles of more do not fit into the 227 KB of shared memory that an SM of sm_90 and sm_100 has.
 MAX_HEAD_DIM = 256
-#: Below it a tile of 64 queries is mostly empty, and nothing splits a long row of keys over the GPU.
-MIN_SEQLEN_Q = 17
 
 
 def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
-    """The decision for `facts` on dispatch arch `arch`: "sm90_fwd" with its configuration, or why nothing serves. Pure."""
-    if arch == "cpu":
+    """The decision for `facts` on dispatch arch `arch`: a kernel with its configuration, or why nothing serves. Pure.
+
+    "any_decode" takes up to 16 q positions, on every arch; "sm90_fwd" takes more, whose tiles of 64 queries would be mostly
+    empty below that, and nothing of it splits a long row of keys over the GPU.
+    """
+    if arch == archs.CPU:
         return Declined("upstream's own code serves a CPU")
     reason = limit(facts)
+    if reason is None and archs.limits(arch) is None:
+        reason = f"no attention kernel for {arch} yet: upstream's own code runs"
+    if reason is None and facts.seqlen_q <= decode_plan.MAX_SEQLEN_Q:
+        choice = decode_plan.choose(facts, arch)
+        return Declined(choice) if isinstance(choice, str) else choice
     if reason is None and arch != "sm_90":
         reason = f"no attention kernel for {arch} yet: upstream's own code runs"
     if reason is None:
@@ -64,8 +73,6 @@ def beyond_sm90(facts: AttentionFacts) -> str | None:
     for name, layout in (("q", facts.q_layout), ("k", facts.k_layout), ("v", facts.v_layout)):
         if layout != "aligned":
             return f"the rows of {name} do not all start at multiples of 16 bytes, as TMA needs"
-    if facts.seqlen_q < MIN_SEQLEN_Q:
-        return f"seqlen_q={facts.seqlen_q} < {MIN_SEQLEN_Q}: no decode kernel yet"
     if max(facts.seqlen_q, facts.seqlen_k) >= 2**30:
         return f"seqlen_q={facts.seqlen_q}, seqlen_k={facts.seqlen_k}: lengths must stay below 2**30"
     return None
