@@ -25,6 +25,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    mask: Tensor | None = None,
     causal: bool | str = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -34,19 +35,22 @@ def attention(
 
     q (batch, heads_q, seqlen_q, head_dim), k (batch, heads_kv, seqlen_k, head_dim), v (batch, heads_kv, seqlen_k,
     head_dim_v): bf16 or fp16 on a CUDA device; heads_kv divides heads_q, query head h reads kv head h // (heads_q /
-    heads_kv). Head dims are multiples of 8 up to 256, of v the same as of q or 128 for 192. Any strides with a contiguous
-    last dimension whose rows start at multiples of 16 bytes.
+    heads_kv). Head dims are multiples of 8 up to 256, of v the same as of q or 128 for 192. Any strides with a
+    contiguous last dimension whose rows start at multiples of 16 bytes.
 
-    causal: False; "top_left" (key j is seen by query i if j <= i); "bottom_right" (if j - seqlen_k <= i - seqlen_q); True
-    is "top_left", as in torch. window (left, right): keys seen before and after the diagonal, which is the bottom right
+    mask: boolean (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides, True: attend; up to 16 q positions.
+    Keys that no query of a kv head sees are not read.
+
+    causal: False; "top_left" (key j is seen by query i if j <= i); "bottom_right" (if j - seqlen_k <= i - seqlen_q);
+    True is "top_left", as in torch. window (left, right): keys seen before and after the diagonal, which is the bottom right
     one unless causal is "top_left"; -1 is no bound. scale > 0, default head_dim ** -0.5.
 
     Returns (batch, heads_q, seqlen_q, head_dim_v) in q's dtype, in memory (batch, seqlen_q, heads_q, head_dim_v); with
-    `return_lse` also the fp32 (batch, heads_q, seqlen_q) natural logarithm of the sum of exp(scores). A query that sees no
-    key gives 0 and -inf. Deterministic. Not differentiable.
+    `return_lse` also the fp32 (batch, heads_q, seqlen_q) natural logarithm of the sum of exp(scores). A query that sees
+    no key gives 0 and -inf. Deterministic. Not differentiable.
 
-    Raises ValueError for a causal, window or scale out of range, Decline where no kernel serves the call. Dao, FlashAttention-2,
-    arXiv 2307.08691; Shah et al., FlashAttention-3, arXiv 2407.08608.
+    Raises ValueError for a causal, window or scale out of range, Decline where no kernel serves the call. Dao,
+    FlashAttention-2, arXiv 2307.08691; Shah et al., FlashAttention-3, arXiv 2407.08608.
     """
     diagonal = causal if isinstance(causal, str) else ("top_left" if causal else "none")
     if diagonal not in CAUSAL:
@@ -57,9 +61,9 @@ def attention(
         raise ValueError(f"scale must be positive, got {scale!r}")
     if torch.compiler.is_compiling():
         left, right = (-2, -2) if window is None else window
-        out, lse = torch.ops.accel.attention(q, k, v, diagonal, left, right, scale, return_lse)
+        out, lse = torch.ops.accel.attention(q, k, v, mask, diagonal, left, right, scale, return_lse)
     else:
-        out, lse = _eager(q, k, v, diagonal, window, scale, return_lse)
+        out, lse = _eager(q, k, v, mask, diagonal, window, scale, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -67,34 +71,52 @@ def _eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None,
     causal: str,
     window: tuple[int, int] | None,
     scale: float | None,
     lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    facts = launch.facts_of(q, k, v, causal, window, lse, grad)
-    return launch.forward(launch.config_of(facts, q.device), q, k, v, causal=causal, window=window, scale=scale)
+    facts = launch.facts_of(q, k, v, causal, window, lse, grad, mask)
+    config = launch.config_of(facts, q.device)
+    return launch.run(config, q, k, v, mask=mask, causal=causal, window=window, scale=scale)
 
 
 # --- The op for compiled callers -----------------------------------------------------------------------------------
 
 _library = torch.library.Library("accel", "FRAGMENT")
 _library.define(
-    "attention(Tensor q, Tensor k, Tensor v, str causal, SymInt left, SymInt right, float? scale, bool lse)"
-    " -> (Tensor, Tensor)"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, str causal, SymInt left, SymInt right, float? scale,"
+    " bool lse) -> (Tensor, Tensor)"
 )
 
 
 def _op(
-    q: Tensor, k: Tensor, v: Tensor, causal: str, left: int, right: int, scale: float | None, lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: str,
+    left: int,
+    right: int,
+    scale: float | None,
+    lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    out, found = _eager(q, k, v, causal, None if left < -1 else (left, right), scale, lse)
+    out, found = _eager(q, k, v, mask, causal, None if left < -1 else (left, right), scale, lse)
     return out, q.new_empty(0, dtype=torch.float32) if found is None else found
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, causal: str, left: Any, right: Any, scale: float | None, lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: str,
+    left: Any,
+    right: Any,
+    scale: float | None,
+    lse: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, seqlen, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3]).transpose(1, 2)

@@ -14,25 +14,35 @@ from accel.outcome import Choice, Decline, Declined
 
 from ..runtime import arch as archs
 from ..runtime.compile import Kernel, build_object, function
+from . import decode as decoding
 from .config import FwdConfig
+from .decode import decode
+from .decode_config import DecodeConfig
 from .facts import AttentionFacts, read
 from .plan import DTYPES, FAMILY, forward_config, plan
 
 FAR = 2**30  #: a window's bound that cuts nothing; lengths stay below it
 REMEMBERED = 4096
 _loaded: dict[tuple[FwdConfig, str], Callable[..., Any]] = {}
-_choices: dict[tuple[AttentionFacts, int], FwdConfig] = {}
+_choices: dict[tuple[AttentionFacts, int], FwdConfig | DecodeConfig] = {}
 
 
 def facts_of(
-    q: Tensor, k: Tensor, v: Tensor, causal: str, window: tuple[int, int] | None, lse: bool, needs_grad: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: str,
+    window: tuple[int, int] | None,
+    lse: bool,
+    needs_grad: bool,
+    mask: Tensor | None = None,
 ) -> AttentionFacts:
     """The facts of a call, from metadata alone: fake tensors do."""
-    facts = read(q, k, v, causal=causal, needs_grad=needs_grad, lse=lse)
+    facts = read(q, k, v, mask, causal=causal, needs_grad=needs_grad, lse=lse)
     return facts if window is None else replace(facts, window=window)
 
 
-def config_of(facts: AttentionFacts, device: torch.device) -> FwdConfig:
+def config_of(facts: AttentionFacts, device: torch.device) -> FwdConfig | DecodeConfig:
     """What plan() chose. Raises Decline if nothing serves the call."""
     index = torch.cuda.current_device() if device.index is None else device.index
     config = _choices.get((facts, index))
@@ -44,6 +54,23 @@ def config_of(facts: AttentionFacts, device: torch.device) -> FwdConfig:
             _choices.clear()
         config = _choices[facts, index] = choice.config  # type: ignore[assignment]
     return config
+
+
+def run(
+    config: FwdConfig | DecodeConfig,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: str = "none",
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of a call that `config` serves, whichever kernel it belongs to; laid out as `forward` says."""
+    if isinstance(config, DecodeConfig):
+        return decode(q, k, v, mask=mask, causal=causal, scale=scale, lse=config.lse)
+    return forward(config, q, k, v, causal=causal, window=window, scale=scale)
 
 
 def forward(
@@ -102,6 +129,7 @@ def reachable(t: Tensor) -> Tensor:
 
 def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, thunk that compiles into the disk cache) for the head dims of current models, on the archs of a target."""
+    yield from decoding.builds(target)
     if target != "sm_90a":
         return
     for dtype in DTYPES:
@@ -112,4 +140,4 @@ def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
                 yield f"{name} {kind}", partial(build_object, Kernel(FAMILY, "sm90_fwd", config), target)
 
 
-__all__ = ["Choice", "bounds", "builds", "config_of", "facts_of", "forward"]
+__all__ = ["Choice", "bounds", "builds", "config_of", "facts_of", "forward", "run"]

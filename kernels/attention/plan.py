@@ -20,8 +20,8 @@ MAX_HEAD_DIM = 256
 def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
     """The decision for `facts` on dispatch arch `arch`: a kernel with its configuration, or why nothing serves. Pure.
 
-    "any_decode" takes up to 16 q positions, on every arch; "sm90_fwd" takes more, whose tiles of 64 queries would be mostly
-    empty below that, and nothing of it splits a long row of keys over the GPU.
+    "any_decode" takes up to 16 q positions, on every arch. "sm90_fwd" takes more: below, its tiles of 64 queries would be
+    mostly empty, and it does not split a long row of keys over the GPU.
     """
     if arch == archs.CPU:
         return Declined("upstream's own code serves a CPU")
