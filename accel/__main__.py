@@ -6,6 +6,7 @@ Exit codes: 0, 1 where what was asked for failed, 2 for misuse. `run` passes on 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     arguments = _parser(words[:1]).parse_args(words)
     command: Command = arguments.command
-    return command(arguments)
+    try:
+        code = command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads it, `head` for one, has seen enough; nor is there anybody to tell at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 def _parser(wanted: list[str]) -> argparse.ArgumentParser:

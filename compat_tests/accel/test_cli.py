@@ -187,6 +187,20 @@ def test_status_as_data_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "a name is unknown" in capsys.readouterr().out
 
 
+def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m accel status --json | true"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_bench_lists_and_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
