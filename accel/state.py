@@ -68,11 +68,14 @@ class TargetState:
 
     def count_declined(self, reason: str) -> None:
         with self.lock:
-            first = reason not in self.declined
+            count = self.declined.get(reason)
+            if count is not None:
+                self.declined[reason] = count + 1
+                return
             # A reason may carry sizes; a long-running server must not collect them without end.
-            if first and len(self.declined) >= 256:
+            if len(self.declined) >= 256:
                 reason = "other reasons"
-                first = reason not in self.declined
+            first = reason not in self.declined
             self.declined[reason] += 1
         if first:
             log.info("accel: %s declined: %s", self.name, reason)

@@ -32,8 +32,15 @@ def linear(name: str, layer: nn.Module | None) -> tuple[torch.Tensor, torch.Tens
     # The exact class: LoRA, quantised and parametrized layers are subclasses or have a `weight` that is not all.
     if type(layer) is not nn.Linear:
         raise Decline(f"{name} is a {type(layer).__name__}, not nn.Linear")
-    untouched(name, layer)
     own, parameters = layer.__dict__, layer._parameters
+    if (
+        "forward" in own
+        or layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+    ):
+        untouched(name, layer)
     weight = parameters.get("weight")
     if weight is None or "weight" in own or "bias" in own:
         raise Decline(f"{name} has no weight parameter of its own")

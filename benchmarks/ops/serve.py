@@ -40,7 +40,7 @@ from benchmarks.timing import Quantiles, Rows
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = "benchmarks/ops/serve.py"
 OVERHEAD_LIMIT, IMPORT_LIMIT = 15.0, 50.0  #: us, ms
-CALLS, BATCHES = 50, 8  #: calls timed together; batches of which a sample is the best
+CALLS, BATCHES = 25, 24  #: calls timed together; batches of which a sample is the best
 WIDTH, HEADS = 64, 4
 
 

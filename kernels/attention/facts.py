@@ -80,7 +80,7 @@ def read(
     Args:
         q, k, v: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) with `seqlen_dim=1`.
         mask: broadcastable to (batch, heads_q, seqlen_q, seqlen_k), of four dimensions and all of seqlen_k; boolean
-            (True: attend) or additive. With `key_mask` it is (batch, seqlen_k).
+            (True: attend) or additive. With `key_mask` it may also be (batch, seqlen_k).
         causal: as `AttentionFacts.causal`.
         only_seen_keys: leave out the keys after the first seqlen_q, which a top-left causal call does not look at.
 
@@ -164,9 +164,7 @@ def _mask(mask: torch.Tensor, shape: tuple[int, int, int, int], key_mask: bool) 
     else:
         raise Decline(f"the mask is {_name(mask.dtype)}, neither boolean nor additive")
     sizes, strides = mask.shape, mask.stride()
-    if key_mask:
-        if sizes != (shape[0], shape[3]):
-            raise Decline(f"the key mask is {tuple(sizes)}, the keys are {(shape[0], shape[3])}")
+    if key_mask and sizes == (shape[0], shape[3]):
         b, h, q, k = sizes[0], 1, 1, sizes[1]
         s_b, s_h, s_q, s_k = strides[0], 0, 0, strides[1]
     else:

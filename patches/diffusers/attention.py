@@ -46,7 +46,8 @@ class Native:
     ) -> tuple[AttentionFacts, torch.device]:
         """The facts of the one `scaled_dot_product_attention` that upstream would call.
 
-        q, k and v are (batch, seqlen, heads, head_dim). A mask of two dimensions is one over the keys.
+        q, k and v are (batch, seqlen, heads, head_dim). A mask of (batch, seqlen_k) is one over the keys;
+        of two other dimensions, upstream hands it to torch as (seqlen_q, seqlen_k).
         """
         checks.unknown_keywords(unknown)
         if return_lse:
@@ -60,13 +61,9 @@ class Native:
         sdpa.call(dropout_p, scale)
         device = checks.plain(query=query, key=key, value=value, attn_mask=attn_mask)
         sdpa.ambient(query)
-        # Of any other shape, upstream hands a mask of two dimensions to torch as one of (seqlen_q, seqlen_k).
-        key_mask = attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1])
         needs_grad = checks.needs_grad(query, key, value, attn_mask)
         causal = "top_left" if is_causal else "none"
-        facts = read(
-            query, key, value, attn_mask, causal=causal, needs_grad=needs_grad, seqlen_dim=1, key_mask=key_mask
-        )
+        facts = read(query, key, value, attn_mask, causal=causal, needs_grad=needs_grad, seqlen_dim=1, key_mask=True)
         if facts.group != 1 and not enable_gqa:
             raise Decline(f"q has {facts.heads_q} heads, k {facts.heads_kv}, and enable_gqa is off")
         return facts, device

@@ -5,6 +5,7 @@ Everything is checked from metadata. What upstream would reject is declined, so 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from accel.rebind import Rebinding
 from accel.serve import Adapter
 from accel.state import TargetState
 
-from ..checks import unknown_keywords
+from ..checks import plain, unknown_keywords
 from . import dispatch
 
 #: Tells an argument that was not given from one that was given as None.
@@ -93,22 +94,19 @@ def check_number(name: str, value: Any) -> None:
         raise Decline(f"{name} is a {type(value).__name__}, not a number")
 
 
-def check_required(**tensors: Any) -> None:
-    """Decline what is missing or no tensor at all."""
-    for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
-            raise _no_tensor(name, value)
-
-
-def check_optional(**tensors: Any) -> None:
-    """Decline what is given but is no tensor at all."""
-    for name, value in tensors.items():
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise _no_tensor(name, value)
-
-
-def _no_tensor(name: str, value: Any) -> Decline:
-    return Decline(f"{name} is a {type(value).__name__}, not a tensor")
+def check_tensors(required: int, /, **tensors: Any) -> torch.device:
+    """Decline what is no plain tensor, and a missing one among the first `required`; the device they share."""
+    try:
+        device = plain(**tensors)
+    except Decline:
+        for index, (name, value) in enumerate(tensors.items()):
+            if not isinstance(value, torch.Tensor) and (value is not None or index < required):
+                raise Decline(f"{name} is a {type(value).__name__}, not a tensor") from None
+        raise
+    for name in itertools.islice(tensors, required):
+        if tensors[name] is None:
+            raise Decline(f"{name} is a NoneType, not a tensor")
+    return device
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int, int, int, int, int]:

@@ -26,7 +26,7 @@ from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
 from accel.state import TargetState
 
-from ..checks import dtype_name, needs_grad, plain
+from ..checks import dtype_name, needs_grad
 from ..portable import PortableAdapter
 from . import delta_rule as rule
 from .delta_rule import NOT_GIVEN
@@ -109,10 +109,8 @@ class ChunkKda(PortableAdapter):
         elif A_log is None and (lower_bound is None or not self.gate_without_A_log):
             raise Decline("use_gate_in_kernel without A_log")
 
-        rule.check_required(q=q, k=k, v=v, g=g, beta=beta)
-        rule.check_optional(initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias)
-        device = plain(
-            q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias,
+        device = rule.check_tensors(
+            5, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         batch, seqlen, n_heads, n_value_heads, head_dim, head_dim_v = rule.check_qkv(q, k, v)
@@ -248,10 +246,8 @@ class FusedRecurrentKda(PortableAdapter):
         elif A_log is None and lower_bound is None:
             raise Decline("use_gate_in_kernel without A_log")
 
-        rule.check_required(q=q, k=k, v=v, g=g, beta=beta)
-        rule.check_optional(initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias)
-        device = plain(
-            q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias,
+        device = rule.check_tensors(
+            5, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         batch, seqlen, n_heads, n_value_heads, head_dim, head_dim_v = rule.check_qkv(q, k, v)

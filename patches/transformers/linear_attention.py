@@ -192,9 +192,7 @@ class DeltaRule(PortableAdapter):
         operation = self.operation
         if type(chunk_size) is not int or chunk_size < 1:
             raise Decline(f"chunk_size={chunk_size!r} is not a positive number")
-        rule.check_required(query=query, key=key, value=value, g=g, beta=beta)
-        rule.check_optional(initial_state=initial_state)
-        device = checks.plain(query=query, key=key, value=value, g=g, beta=beta, initial_state=initial_state)
+        device = rule.check_tensors(5, query=query, key=key, value=value, g=g, beta=beta, initial_state=initial_state)
         batch, seqlen, n_heads, n_value_heads, head_dim, head_dim_v = rule.check_qkv(query, key, value)
         rule.check_recurrent(query, key, value)
         if seqlen == 0:

@@ -299,7 +299,7 @@ def test_the_layout_is_read_in_diffusers_order(on: serve.ServedCall) -> None:
     facts = on.adapter.facts(**call, enable_gqa=True, attn_mask=torch.ones(2, 6, dtype=torch.bool))[0]
     assert (facts.seqlen_q, facts.seqlen_k, facts.heads_q, facts.heads_kv, facts.group) == (8, 6, 4, 2, 2)
     assert (facts.q_layout, facts.k_layout, facts.v_layout, facts.mask_layout) == ("rows", "aligned", "aligned", "rows")
-    with pytest.raises(Decline, match=r"the key mask is \(2, 5\), the keys are \(2, 6\)"):
+    with pytest.raises(Decline, match=r"the mask has 2 dimensions, not 4"):
         from accel.kernels.attention import read
 
         read(
