@@ -71,16 +71,19 @@ class RegistryEntry:
 
 
 def _registry(function: Callable[..., Any], operation: str) -> Any:
-    """FLA's registry that `function` asks at each call; None if it asks none, or none yet (0.5.2 before a call)."""
+    """FLA's registry that `function` asks at each call; None if it asks none, or none yet (0.5.2 before a call).
+
+    The names are private to FLA. A release without them is rebound all the same, and only this route is missing.
+    """
     newer, older = sys.modules.get("fla.backends"), sys.modules.get("fla.ops.backends")
-    if newer is not None:
-        if newer._DISPATCH_DISABLED:
-            return None
-        own = newer._function_registries.get(inspect.unwrap(function))
-        return own if own is not None else newer._operation_registries.get(operation)
-    if older is None or older._DISPATCH_DISABLED:
+    if getattr(newer or older, "_DISPATCH_DISABLED", True):
         return None
-    return older.BackendRegistry._registries.get(operation)
+    if newer is not None:
+        functions, operations = (vars(newer).get(f"_{kind}_registries", {}) for kind in ("function", "operation"))
+        registry = functions.get(inspect.unwrap(function)) or operations.get(operation)
+    else:
+        registry = getattr(getattr(older, "BackendRegistry", None), "_registries", {}).get(operation)
+    return registry if isinstance(getattr(registry, "_backends", None), dict) else None
 
 
 def _backend(function_name: str, call: ServedCall) -> Any:

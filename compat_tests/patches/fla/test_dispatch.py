@@ -158,6 +158,22 @@ def test_dispatch_switched_off_leaves_nothing_to_register_with(monkeypatch: pyte
     assert STATES["fla.kda"].served == {"portable": 1}
 
 
+@pytest.mark.parametrize("private", ["_DISPATCH_DISABLED", "registries"])
+def test_a_release_without_the_private_names_is_rebound_all_the_same(
+    private: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["fla.ops.backends" if OLD else "fla.backends"]
+    if private == "registries":
+        monkeypatch.setattr(*((module.BackendRegistry, "_registries") if OLD else (module, "_function_registries")), {})
+    else:
+        monkeypatch.delattr(module, private)
+    assert accel.accelerate("fla.kda").active == ("fla.kda",)
+    monkeypatch.undo()
+    assert dispatch.BACKEND_TYPE not in registry("chunk_kda")._backends
+    fla.ops.chunk_kda(**arguments("chunk_kda"))
+    assert STATES["fla.kda"].served == {"portable": 1}
+
+
 def test_threads_are_served_while_the_target_goes_on_and_off() -> None:
     kept, given, wrong = fla.ops.chunk_kda, arguments("chunk_kda"), []
     accel.accelerate("fla.kda")

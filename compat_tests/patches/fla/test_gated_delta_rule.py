@@ -18,6 +18,7 @@ import fla.layers.mom
 import fla.ops.gated_delta_rule
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import accel
 from accel import serve
@@ -257,6 +258,26 @@ def test_gradients_of_compiled_code() -> None:
     (expected,) = torch.autograd.grad(loss(leaf), leaf)
     (result,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf), leaf)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_code_serves_every_length_and_declines_as_eager_code_does() -> None:
+    accel.accelerate("gdn")
+    function, counter = upstream(CHUNK), CompileCounter()
+    compiled = torch.compile(lambda given: function(**given)[0], backend=counter)
+    for tokens in (9, 12, 33, 70):
+        given = arguments(tokens=tokens)
+        torch.testing.assert_close(compiled(given), function(**given)[0], rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 2  # one for the first length, one for all others
+    with pytest.raises(ValueError, match="`chunk_size` must be 16, 32, or 64"):
+        compiled(arguments(chunk_size=7))
+
+
+def test_verification_leaves_out_what_upstream_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_VERIFY", "2")
+    accel.accelerate("gdn", strict=True)
+    for name in TARGETS:
+        upstream(name)(**arguments())
+        assert STATES[TARGETS[name]].served == {"portable": 1}
 
 
 # ---- declining ----
