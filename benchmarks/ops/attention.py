@@ -14,6 +14,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,8 @@ def measure(rows: Rows, case: str, rounds: int) -> None:
         rows.add(case, name, "fwd", q, run)
     theirs = times["upstream"].p50
     text = "  ".join(
-        f"{name} {q.p50:7.4f} ms {shape.flops / q.p50 / 1e9:5.0f} TF {theirs / q.p50:4.2f}x" for name, q in times.items()
+        f"{name} {q.p50:7.4f} ms {shape.flops / q.p50 / 1e9:5.0f} TF {theirs / q.p50:4.2f}x"
+        for name, q in times.items()
     )
     print(f"{case:34} {text}", flush=True)
 
@@ -161,34 +163,42 @@ def sweep(cases: Iterable[str], rounds: int) -> None:
         chosen = launch.config_of(launch.facts_of(*made[0], causal, None, False, False), made[0][0].device)
         calls = {}
         for config in candidates(chosen):
-            calls[label(config)] = lambda i, config=config: launch.forward(config, *made[i], causal=causal)
+            calls[label(config)] = partial(_candidate, config, made, causal)
         times = device_times(calls, turns, batch=max(2, turns), rounds=rounds)
         for name, q in sorted(times.items(), key=lambda item: item[1].p50):
             mark = "  <- plan" if name == label(chosen) else ""
             print(f"{case:34} {q.p50:8.4f} ms {shape.flops / q.p50 / 1e9:5.0f} TF  {name}{mark}", flush=True)
 
 
+def _candidate(config: FwdConfig, made: list[Any], causal: str, i: int) -> Any:
+    return launch.forward(config, *made[i], causal=causal)
+
+
 def label(config: FwdConfig) -> str:
-    text = f"{config.tile_m}x{config.tile_n}, {config.stages} stages"
-    return text + (", turns" if config.turns else "") + (", early rescale" if config.early_rescale else "")
+    parts = [f"{config.tile_m}x{config.tile_n}", f"{config.stages} stages"]
+    parts += [name for name in ("turns", "early_rescale", "hold", "own_out") if getattr(config, name)]
+    return ", ".join(parts)
 
 
 def candidates(config: FwdConfig) -> list[FwdConfig]:
-    """Around the plan, within shared memory."""
+    """Each choice of the plan the other way round, then other tiles, within shared memory and registers."""
     found = [config]
-    for warpgroups in (2, 3):
-        for tile_n in (64, 80, 96, 112, 128, 144, 160, 176):
-            for turns in (False, True):
-                for early in (False, True):
-                    try:
-                        made = dataclasses.replace(
-                            config, warpgroups=warpgroups, tile_n=tile_n, turns=turns, early_rescale=early
-                        )
-                    except ValueError:
-                        continue
-                    registers = made.tile_n // 2 + made.padded_v // 2 + made.tile_n // 4
-                    if registers <= {2: 200, 3: 132}[warpgroups] and registers >= {2: 110, 3: 90}[warpgroups]:
-                        found.append(made)
+
+    def add(**changes: Any) -> None:
+        try:
+            made = dataclasses.replace(config, **changes)
+        except ValueError:
+            return
+        registers = made.tile_n // 2 + made.padded_v // 2 + made.tile_n // 4
+        if registers <= {1: 200, 2: 200, 3: 132}[made.warpgroups]:
+            found.append(made)
+
+    for name in ("turns", "early_rescale", "hold", "own_out"):
+        add(**{name: not getattr(config, name)})
+    add(early_rescale=not config.early_rescale, hold=not config.hold)
+    add(turns=not config.turns, hold=not config.hold)
+    for warpgroups, tile_n in ((2, 64), (2, 96), (2, 112), (2, 128), (2, 144), (2, 160), (2, 176), (3, 96), (3, 128)):
+        add(warpgroups=warpgroups, tile_n=tile_n)
     return list(dict.fromkeys(found))
 
 
@@ -204,7 +214,9 @@ def main() -> None:
     if args.sweep:
         sweep(args.case or CASES, args.rounds)
         return
-    rows = Rows("benchmarks/ops/attention.py", source_digest("attention", "sm90_fwd")[:16], f"torch {torch.__version__}")
+    rows = Rows(
+        "benchmarks/ops/attention.py", source_digest("attention", "sm90_fwd")[:16], f"torch {torch.__version__}"
+    )
     print(f"{rows.gpu}, torch {torch.__version__}, {clocks()}", flush=True)
     for case in args.case or CASES:
         measure(rows, case, args.rounds)

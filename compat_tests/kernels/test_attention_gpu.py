@@ -67,9 +67,7 @@ def test_random_sweep() -> None:
         causal = draw.choice(("none", "top_left", "bottom_right"))
         window = draw.choice((None, None, (draw.randrange(300), draw.randrange(300)), (draw.randrange(100), -1)))
         layout, dtype = draw.choice(LAYOUTS), draw.choice(("bfloat16", "float16"))
-        verify(
-            Case(draw.choice((1, 3)), heads, seqlens, head_dim, head_dim_v, dtype, causal, window, layout), seed + i
-        )
+        verify(Case(draw.choice((1, 3)), heads, seqlens, head_dim, head_dim_v, dtype, causal, window, layout), seed + i)
 
 
 def test_expanded_keys() -> None:

@@ -42,8 +42,8 @@ def attention(
     Keys that no query of a kv head sees are not read.
 
     causal: False; "top_left" (key j is seen by query i if j <= i); "bottom_right" (if j - seqlen_k <= i - seqlen_q);
-    True is "top_left", as in torch. window (left, right): keys seen before and after the diagonal, which is the bottom right
-    one unless causal is "top_left"; -1 is no bound. scale > 0, default head_dim ** -0.5.
+    True is "top_left", as in torch. window (left, right): keys seen before and after the diagonal, which is the bottom
+    right one unless causal is "top_left"; -1 is no bound. scale > 0, default head_dim ** -0.5.
 
     Returns (batch, heads_q, seqlen_q, head_dim_v) in q's dtype, in memory (batch, seqlen_q, heads_q, head_dim_v); with
     `return_lse` also the fp32 (batch, heads_q, seqlen_q) natural logarithm of the sum of exp(scores). A query that sees

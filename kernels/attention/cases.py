@@ -47,7 +47,10 @@ class Case:
         parts += [f"h{self.heads[0]}" + (f"_{self.heads[1]}" if self.heads[1] != self.heads[0] else ""), size]
         parts += [None if self.causal == "none" else self.causal.replace("_", "")]
         parts += [None if self.window is None else f"window{self.window[0]}_{self.window[1]}"]
-        parts += [None if self.layout == "bshd" else self.layout, None if self.magnitude == 1.0 else f"times{self.magnitude:g}"]
+        parts += [
+            None if self.layout == "bshd" else self.layout,
+            None if self.magnitude == 1.0 else f"times{self.magnitude:g}",
+        ]
         parts += [None if self.scale is None else f"scale{self.scale:g}", None if self.lse else "nolse"]
         return "_".join(part for part in parts if part)
 
@@ -112,7 +115,7 @@ def portable(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
     seen = visible(*case.seqlens, case.causal, case.window, q.device)
     if case.seqlens[1] == 0:
         out = q.new_zeros(*q.shape[:3], v.shape[3])
-    elif seen is None or case.causal == "top_left" and case.window is None:
+    elif seen is None or (case.causal == "top_left" and case.window is None):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=seen is not None, scale=case.scale)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=case.scale)

@@ -1,4 +1,4 @@
-"""Launch configurations of the attention kernels: frozen, checked on construction, all that a compiled kernel is keyed on.
+"""Launch configurations of the attention kernels: frozen, checked on construction, all that a kernel is keyed on.
 
 Nothing here depends on a length, a batch or a number of heads: one compiled kernel serves them all.
 """
@@ -31,6 +31,8 @@ class FwdConfig:
     turns: bool = True  #: warpgroups issue their products in turn, so that one's softmax runs under another's products
     #: The output is rescaled under the next q @ k.T instead of after p @ v: fewer registers are alive at a time.
     early_rescale: bool = False
+    hold: bool = True  #: the whole softmax stays in front of the wait for p @ v, and k's stage is free only then
+    own_out: bool = True  #: the output has its own place in shared memory; otherwise q's, and q of the next tile waits
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -64,8 +66,9 @@ class FwdConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """q (the output takes its place), the two rings, and a kilobyte for barriers and alignment."""
-        rows = self.tile_m * max(self.padded, self.padded_v)
+        """q, the output, the two rings, and a kilobyte for barriers and alignment."""
+        both = (self.padded + self.padded_v) if self.own_out else max(self.padded, self.padded_v)
+        rows = self.tile_m * both
         return 2 * (rows + self.stages * self.tile_n * (self.padded + self.padded_v)) + KIB
 
 

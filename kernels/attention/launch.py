@@ -14,6 +14,7 @@ from accel.outcome import Choice, Decline, Declined
 
 from ..runtime import arch as archs
 from ..runtime.compile import Kernel, build_object, function
+from ..runtime.launch import sm_count
 from . import decode as decoding
 from .config import FwdConfig
 from .decode import decode
@@ -102,7 +103,7 @@ def forward(
         q, k, v, out = reachable(q), reachable(k), reachable(v), reachable(out)
     offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
     left, right = bounds(causal, window)
-    numbers = (head_dim**-0.5 if scale is None else scale, offset, left, right)
+    numbers = (head_dim**-0.5 if scale is None else scale, offset, left, right, sm_count(q.get_device()))
     if lse is None:
         launch(q, k, v, out, *numbers)
     else:

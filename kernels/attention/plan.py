@@ -20,8 +20,8 @@ MAX_HEAD_DIM = 256
 def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
     """The decision for `facts` on dispatch arch `arch`: a kernel with its configuration, or why nothing serves. Pure.
 
-    "any_decode" takes up to 16 q positions, on every arch. "sm90_fwd" takes more: below, its tiles of 64 queries would be
-    mostly empty, and it does not split a long row of keys over the GPU.
+    "any_decode" takes up to 16 q positions, on every arch. "sm90_fwd" takes more: below, its tiles of 64 queries would
+    be mostly empty, and it does not split a long row of keys over the GPU.
     """
     if arch == archs.CPU:
         return Declined("upstream's own code serves a CPU")
@@ -95,5 +95,5 @@ def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: b
     if head_dim <= 128:
         return FwdConfig(dtype, head_dim, head_dim_v, kind, lse)
     if head_dim_v <= 128:
-        return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, turns=False)
-    return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, tile_n=80, turns=False, early_rescale=True)
+        return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, turns=False, own_out=False)
+    return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, tile_n=80, turns=False, early_rescale=True, own_out=False)

@@ -20,8 +20,8 @@ def attention_ref(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) in fp64: out (batch, heads_q, seqlen_q, head_dim_v), lse (batch, heads_q, seqlen_q).
 
-    q, k, v are (batch, heads, seqlen, head_dim), heads of k and v dividing those of q. A row that sees no key gives 0 and
-    -inf. `dtype` is that of the arithmetic: the same operations in fp32 are the yardstick where there is no upstream.
+    q, k, v are (batch, heads, seqlen, head_dim), heads of k and v dividing those of q. A row that sees no key gives 0
+    and -inf. `dtype` is that of the arithmetic: the same operations in fp32 are the yardstick where no upstream is.
     """
     batch, heads, seqlen_q, head_dim = q.shape
     heads_kv, seqlen_k = k.shape[1:3]

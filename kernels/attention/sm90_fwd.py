@@ -1,13 +1,12 @@
 """Attention forward for sm_90a: FlashAttention-3's schedule (Shah et al., arXiv 2407.08608).
 
-A CTA has one producer warp and two or three consumer warpgroups of 64 queries each. The producer fills one ring of k and
-one of v; a consumer issues S = q @ k.T of the next step before O += P @ v of this one, so that the softmax runs under a
-product; warpgroups take turns, so that one's softmax also runs under the other's products. P stays in registers.
+A CTA has one producer warp and two or three consumer warpgroups of 64 queries each. The producer fills one ring of k
+and one of v; a consumer issues S = q @ k.T of the next step before O += P @ v of this one, so that the softmax runs
+under a product; warpgroups take turns, so that one's softmax also runs under the other's products. P is in registers.
 
-Every key index is seen through two bounds of a query i: first(i) = i + offset - left and last(i) = i + offset + right,
-where offset is 0 (diagonal from the top left) or seqlen_k - seqlen_q (to the bottom right). Steps are taken from the last
-one seen to the first, in three loops: those that the upper bound or the end of the keys cuts, those that nothing cuts,
-those that the lower bound cuts.
+A query i sees the keys from i + offset - left to i + offset + right, where offset is 0 (a diagonal from the top left)
+or seqlen_k - seqlen_q (to the bottom right). Steps are taken from the last one seen to the first, in three loops: those
+that the upper bound or the end of the keys cuts, those that nothing cuts, those that the lower bound cuts.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ L2_BYTES = 32 * 1024 * 1024  #: of keys and values that may be in use together
 
 
 class AttentionForward:
-    """Traceable host function `(q, k, v, out, [lse], scale, offset, left, right, stream)`.
+    """Traceable host function `(q, k, v, out, [lse], scale, offset, left, right, ctas, stream)`.
 
     q (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_kv, seqlen_k, ...), out as q with head_dim_v, any
-    strides; lse (batch, heads_q, seqlen_q) fp32. Lengths are at least 1.
+    strides; lse (batch, heads_q, seqlen_q) fp32. Lengths are at least 1. At most `ctas` CTAs share the tiles.
     """
 
     def __init__(self, config: FwdConfig) -> None:
@@ -57,9 +56,10 @@ class AttentionForward:
         offset: Int32,
         left: Int32,
         right: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, mO, mLSE, scale, offset, left, right, stream)
+        self.launch(mQ, mK, mV, mO, mLSE, scale, offset, left, right, ctas, stream)
 
     @cute.jit
     def without_lse(
@@ -72,12 +72,13 @@ class AttentionForward:
         offset: Int32,
         left: Int32,
         right: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, mO, None, scale, offset, left, right, stream)
+        self.launch(mQ, mK, mV, mO, None, scale, offset, left, right, ctas, stream)
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mO, mLSE, scale, offset, left, right, stream):
+    def launch(self, mQ, mK, mV, mO, mLSE, scale, offset, left, right, ctas, stream):
         c = self.config
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
         mQ, mK, mV, mO = [
@@ -97,7 +98,7 @@ class AttentionForward:
             atom_q, tQ, atom_k, tK, atom_v, tV, atom_o, tO, mLSE,
             scale * LOG2_E, offset, left, right, blocks, heads, group, section,
         ).launch(
-            grid=[blocks * heads, 1, 1],
+            grid=[cutlass.min(blocks * heads, ctas), 1, 1],
             block=[roles.threads(c.warpgroups), 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -121,17 +122,18 @@ class AttentionForward:
         if warp == 0:
             tma.prefetch(atom_q, atom_k, atom_v, atom_o)
         layout_q, layout_k, layout_v, layout_o = self.layouts()
+        size_q, size_o = cute.cosize(layout_q), cute.cosize(layout_o)
+        size_qo = max(size_q, size_o)
 
         @cute.struct
         class Storage:
             barriers_q: pipeline.barrier_storage(1)
             barriers_k: pipeline.barrier_storage(c.stages)
             barriers_v: pipeline.barrier_storage(c.stages)
-            tiles_q: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, max(cute.cosize(layout_q), cute.cosize(layout_o))], 1024
-            ]
+            tiles_q: cute.struct.Align[cute.struct.MemRange[self.dtype, size_q if c.own_out else size_qo], 1024]
             tiles_k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             tiles_v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
+            tiles_o: cute.struct.Align[cute.struct.MemRange[self.dtype, size_o if c.own_out else 0], 1024]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         warps = 4 * c.warpgroups
@@ -140,43 +142,33 @@ class AttentionForward:
         ring_v = pipeline.ring(storage.barriers_v, c.stages, warps, 2 * c.tile_n * c.padded_v)
         pipeline.init_fence()
         sQ = storage.tiles_q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
-        sO = storage.tiles_q.get_tensor(layout_o.outer, swizzle=layout_o.inner)
         sK = storage.tiles_k.get_tensor(layout_k.outer, swizzle=layout_k.inner)
         sV = storage.tiles_v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
-
-        tile = cute.arch.block_idx()[0]
-        if const_expr(c.kind == "full"):
-            block, head = tile % blocks, tile // blocks
-        else:
-            block, head = scheduler.heads_in_sections(tile, blocks, heads, section)
-        heads_q = mQ.shape[2]
-        batch, head = head // heads_q, head % heads_q
-        bounds = self.steps(block, mQ.shape[0], mK.shape[0], offset, left, right)
+        tiles_o = storage.tiles_o if const_expr(c.own_out) else storage.tiles_q
+        sO = tiles_o.get_tensor(layout_o.outer, swizzle=layout_o.inner)
+        work = (blocks, heads, group, section, offset, left, right)
         pipeline.init_wait()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(roles.REGISTERS[c.warpgroups][0])
             if warp == 0:
-                kv_head = head // group
-                self.load(
-                    self.tiles(atom_q, mQ[None, None, head, batch], sQ, (ROWS, c.padded)),
-                    self.tiles(atom_k, mK[None, None, kv_head, batch], sK, (c.tile_n, c.padded)),
-                    self.tiles(atom_v, mV[None, None, kv_head, batch], sV, (c.tile_n, c.padded_v)),
-                    ring_q, ring_k, ring_v, block, bounds[0], bounds[3],
-                )  # fmt: skip
+                self.load(atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work)
         else:
             cute.arch.setmaxregister_increase(roles.REGISTERS[c.warpgroups][1])
             self.consume(
-                sQ, sK, sV, sO,
-                self.tiles(atom_o, mO[None, None, head, batch], sO, (ROWS, c.padded_v)),
-                None if const_expr(mLSE is None) else mLSE[batch, head, None],
-                ring_q, ring_k, ring_v, scale_log2, block, roles.consumer_warpgroup(), bounds,
-                mQ.shape[0], mK.shape[0], offset, left, right,
+                sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2, mK.shape[0], work,
             )  # fmt: skip
 
-    def tiles(self, atom, matrix: cute.Tensor, smem: cute.Tensor, tile: tuple[int, int]):
-        """(atom, shared, global) of the tiles of one head."""
-        return (atom, *tma.partition(atom, smem, cute.local_tile(matrix, tile, (None, 0))))
+    @cute.jit
+    def tile(self, number: Int32, work, heads_q: Int32, seqlen_q: Int32, seqlen_k: Int32):
+        """(block of queries, head, batch, steps) of a tile of this CTA."""
+        blocks, heads, _, section, offset, left, right = work
+        tile = scheduler.back_and_forth(number)
+        if const_expr(self.config.kind == "full"):
+            block, head = tile % blocks, tile // blocks
+        else:
+            block, head = scheduler.heads_in_sections(tile, blocks, heads, section)
+        return block, head % heads_q, head // heads_q, self.steps(block, seqlen_q, seqlen_k, offset, left, right)
 
     @cute.jit
     def steps(self, block: Int32, seqlen_q: Int32, seqlen_k: Int32, offset: Int32, left: Int32, right: Int32):
@@ -196,24 +188,37 @@ class AttentionForward:
         return begin, whole, cut, end
 
     @cute.jit
-    def load(self, q, k, v, ring_q, ring_k, ring_v, block: Int32, begin: Int32, end: Int32):
-        """The producer warp: q once, then k a step ahead of v, in the order in which the consumers want them."""
+    def load(self, atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work):
+        """The producer warp: q once a tile, then k a step ahead of v, in the order in which the consumers want them."""
         c = self.config
         state_q = pipeline.producer_state(1)
         state_k, state_v = pipeline.producer_state(c.stages), pipeline.producer_state(c.stages)
-        if begin < end:
-            self.load_step(k, ring_k, state_k, end - 1)
-            state_k.advance()
-            ring_q.producer_acquire(state_q)
+        for number in cutlass.range(scheduler.tiles_of_cta(work[0] * work[1]), unroll=1):
+            block, head, batch, bounds = self.tile(number, work, mQ.shape[2], mQ.shape[0], mK.shape[0])
+            begin, _, _, end = bounds
+            kv_head = head // work[2]
+            gQ = cute.local_tile(mQ[None, None, head, batch], (ROWS, c.padded), (None, 0))
+            gK = cute.local_tile(mK[None, None, kv_head, batch], (c.tile_n, c.padded), (None, 0))
+            gV = cute.local_tile(mV[None, None, kv_head, batch], (c.tile_n, c.padded_v), (None, 0))
+            q = (atom_q, *tma.partition(atom_q, sQ, gQ))
+            k = (atom_k, *tma.partition(atom_k, sK, gK))
+            v = (atom_v, *tma.partition(atom_v, sV, gV))
+            if begin < end:
+                self.load_step(k, ring_k, state_k, end - 1)
+                state_k.advance()
+            ring_q.producer_acquire(state_q)  # also without keys: the output may want q's place
             full = ring_q.producer_get_barrier(state_q)
             for w in cutlass.range_constexpr(c.warpgroups):
                 cute.copy(q[0], q[2][None, block * c.warpgroups + w], q[1][None, w], tma_bar_ptr=full)
-            for i in cutlass.range(end - 1 - begin, unroll=1):
-                self.load_step(k, ring_k, state_k, end - 2 - i)
-                state_k.advance()
-                self.load_step(v, ring_v, state_v, end - 1 - i)
+            state_q.advance()
+            if begin < end:
+                for i in cutlass.range(end - 1 - begin, unroll=1):
+                    self.load_step(k, ring_k, state_k, end - 2 - i)
+                    state_k.advance()
+                    self.load_step(v, ring_v, state_v, end - 1 - i)
+                    state_v.advance()
+                self.load_step(v, ring_v, state_v, begin)
                 state_v.advance()
-            self.load_step(v, ring_v, state_v, begin)
 
     @cute.jit
     def load_step(self, x, ring, state, step: Int32):
@@ -222,21 +227,15 @@ class AttentionForward:
 
     @cute.jit
     def consume(
-        self,
-        sQ, sK, sV, sO, o, row_lse, ring_q, ring_k, ring_v,
-        scale_log2: Float32,
-        block: Int32,
-        warpgroup: Int32,
-        bounds,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        offset: Int32,
-        left: Int32,
-        right: Int32,
-    ):  # fmt: skip
-        """A consumer warpgroup: 64 queries against all their keys."""
+        self, sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2: Float32, seqlen_k: Int32, work
+    ):
+        """A consumer warpgroup: 64 queries of every tile against all their keys."""
         c = self.config
+        seqlen_q = mO.shape[0]
+        offset, left, right = work[4:]
         thread = cute.arch.thread_idx()[0] % roles.WARPGROUP
+        warpgroup = roles.consumer_warpgroup()
+        stores = cute.arch.make_warp_uniform(thread // 32) == 0
         mma_qk = wgmma.product(self.dtype, c.tile_n)
         mma_pv = wgmma.product(self.dtype, c.padded_v, b_rows_contiguous=True, a_in_registers=True)
         rQ = wgmma.a_operand(mma_qk, sQ[None, None, warpgroup])
@@ -244,74 +243,93 @@ class AttentionForward:
         rV = wgmma.b_operand(mma_pv, wgmma.transposed(sV))
         rP = wgmma.a_registers(mma_pv, c.tile_n)
         acc = wgmma.accumulator(mma_pv, c.padded_v)
-        acc.fill(0.0)
         row_max, row_sum, row_scale, lse = [cute.make_rmem_tensor(2, Float32) for _ in range(4)]
-        row_max.fill(-Float32.inf)
-        row_sum.fill(0.0)
-        row_scale.fill(1.0)
-        if const_expr(c.turns):
-            roles.first_turn(warpgroup)
-
-        begin, whole, cut, end = bounds
-        row = (block * c.warpgroups + warpgroup) * ROWS + wgmma.row_in_tile(thread, 0)
-        mask = (row, thread % 4 * 2, seqlen_k, offset, left, right)
         operands = (mma_qk, mma_pv, rQ, rK, rV, rP, acc)
         rows = (row_max, row_sum, row_scale, scale_log2)
         state_q = pipeline.consumer_state(1)
         state_k, state_v = pipeline.consumer_state(c.stages), pipeline.consumer_state(c.stages)
-        if begin < end:
+        if const_expr(c.turns):
+            roles.first_turn(warpgroup)
+
+        for number in cutlass.range(scheduler.tiles_of_cta(work[0] * work[1]), unroll=1):
+            block, head, batch, bounds = self.tile(number, work, mO.shape[2], seqlen_q, seqlen_k)
+            begin, whole, cut, end = bounds
+            row = (block * c.warpgroups + warpgroup) * ROWS + wgmma.row_in_tile(thread, 0)
+            mask = (row, thread % 4 * 2, seqlen_k, offset, left, right)
+            acc.fill(0.0)
+            row_max.fill(-Float32.inf)
+            row_sum.fill(0.0)
+            row_scale.fill(1.0)
             ring_q.consumer_wait(state_q)
-            ring_k.consumer_wait(state_k)
-            scores = wgmma.accumulator(mma_qk, c.tile_n)
-            wgmma.issue(mma_qk, scores, rQ, rK[None, None, None, state_k.index], False)
-            wgmma.wait(0)
-            ring_k.consumer_release(state_k)
-            state_k.advance()
-            self.apply_mask(scores, mask, end - 1, True)
-            softmax.step(scores, row_max, row_sum, row_scale, scale_log2, True, True)
-            wgmma.round_to(scores, rP)
-
-            step = end - 1
-            if const_expr(c.kind != "full"):
-                for _ in cutlass.range(step - cutlass.max(cut, begin), unroll=1):
-                    step -= 1
-                    self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, True)
-                    state_k.advance()
-                    state_v.advance()
-            for _ in cutlass.range(step - cutlass.max(whole, begin), unroll=1):
-                step -= 1
-                self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, False)
+            if begin < end:
+                ring_k.consumer_wait(state_k)
+                scores = wgmma.accumulator(mma_qk, c.tile_n)
+                wgmma.issue(mma_qk, scores, rQ, rK[None, None, None, state_k.index], False)
+                wgmma.wait(0)
+                ring_k.consumer_release(state_k)
                 state_k.advance()
-                state_v.advance()
-            if const_expr(c.kind == "window"):
-                for _ in cutlass.range(step - begin, unroll=1):
+                self.apply_mask(scores, mask, end - 1, True)
+                softmax.step(scores, row_max, row_sum, row_scale, scale_log2, True, True)
+                wgmma.round_to(scores, rP)
+
+                step = end - 1
+                if const_expr(c.kind != "full"):
+                    for _ in cutlass.range(step - cutlass.max(cut, begin), unroll=1):
+                        step -= 1
+                        self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, True)
+                        state_k.advance()
+                        state_v.advance()
+                for _ in cutlass.range(step - cutlass.max(whole, begin), unroll=1):
                     step -= 1
-                    self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, True)
+                    self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, False)
                     state_k.advance()
                     state_v.advance()
+                if const_expr(c.kind == "window"):
+                    for _ in cutlass.range(step - begin, unroll=1):
+                        step -= 1
+                        self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, True)
+                        state_k.advance()
+                        state_v.advance()
 
-            if const_expr(c.early_rescale):
-                softmax.rescale(acc, row_scale)
-            ring_v.consumer_wait(state_v)
-            wgmma.issue(mma_pv, acc, rP, rV[None, None, None, state_v.index], True)
-            wgmma.wait(0)
-            ring_v.consumer_release(state_v)
+                if const_expr(c.own_out):
+                    ring_q.consumer_release(state_q)
+                if const_expr(c.early_rescale):
+                    softmax.rescale(acc, row_scale)
+                ring_v.consumer_wait(state_v)
+                wgmma.issue(mma_pv, acc, rP, rV[None, None, None, state_v.index], True)
+                wgmma.wait(0)
+                ring_v.consumer_release(state_v)
+                state_v.advance()
+            else:
+                if const_expr(c.own_out):
+                    ring_q.consumer_release(state_q)
 
-        softmax.finish(row_max, row_sum, row_scale, lse, scale_log2)
-        softmax.rescale(acc, row_scale)
-        if const_expr(row_lse is not None):
-            if thread % 4 == 0:
+            softmax.finish(row_max, row_sum, row_scale, lse, scale_log2)
+            softmax.rescale(acc, row_scale)
+            if const_expr(mLSE is not None):
                 for r in cutlass.range_constexpr(2):
-                    if row + 8 * r < seqlen_q:
-                        row_lse[row + 8 * r] = lse[r]
-        rO = cute.make_rmem_tensor_like(acc, self.dtype)
-        wgmma.round_to(acc, rO)
-        roles.sync_warpgroup(warpgroup)  # all four warps have read q, whose place the output takes
-        wgmma.store_to_smem(mma_pv, rO, sO[None, None, warpgroup], thread)
-        roles.sync_warpgroup(warpgroup)
-        if cute.arch.make_warp_uniform(thread // 32) == 0:
-            cute.copy(o[0], o[1][None, warpgroup], o[2][None, block * c.warpgroups + warpgroup])
-            cute.arch.cp_async_bulk_commit_group()
+                    if thread % 4 == 0 and row + 8 * r < seqlen_q:
+                        mLSE[batch, head, row + 8 * r] = lse[r]
+            rO = cute.make_rmem_tensor_like(acc, self.dtype)
+            wgmma.round_to(acc, rO)
+            if const_expr(c.own_out):  # noqa: SIM102 - one is decided while tracing
+                if stores:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            # The place is free: the store before has read it, or all four warps have read q, which was there.
+            roles.sync_warpgroup(warpgroup)
+            wgmma.store_to_smem(mma_pv, rO, sO[None, None, warpgroup], thread)
+            roles.sync_warpgroup(warpgroup)
+            if stores:
+                gO = cute.local_tile(mO[None, None, head, batch], (ROWS, c.padded_v), (None, 0))
+                tOsO, tOgO = tma.partition(atom_o, sO, gO)
+                cute.copy(atom_o, tOsO[None, warpgroup], tOgO[None, block * c.warpgroups + warpgroup])
+                cute.arch.cp_async_bulk_commit_group()
+                if const_expr(not c.own_out):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if const_expr(not c.own_out):
+                ring_q.consumer_release(state_q)
+            state_q.advance()
+        if stores:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -335,10 +353,15 @@ class AttentionForward:
         if const_expr(c.turns):
             roles.pass_turn(warpgroup, c.warpgroups)
         wgmma.wait(1)
-        ring_k.consumer_release(state_k)
+        if const_expr(not c.hold):
+            ring_k.consumer_release(state_k)
         if const_expr(masked):
             self.apply_mask(scores, mask, step, False)
         softmax.step(scores, row_max, row_sum, row_scale, scale_log2, False, True)
+        if const_expr(c.hold):  # noqa: SIM102 - one is decided while tracing
+            # Always true, which the assembler cannot know: it would move the wait in front of the exponentials.
+            if not (row_sum[0] + row_sum[1] < 0.0):
+                ring_k.consumer_release(state_k)
         wgmma.wait(0)
         ring_v.consumer_release(state_v)
         if const_expr(not c.early_rescale):
@@ -374,7 +397,7 @@ def build(config: FwdConfig):
 
     q, out = tensor(heads_q, seqlen_q, config.head_dim), tensor(heads_q, seqlen_q, config.head_dim_v)
     k, v = tensor(heads_kv, seqlen_k, config.head_dim), tensor(heads_kv, seqlen_k, config.head_dim_v)
-    numbers = (Float32(1.0), Int32(0), Int32(0), Int32(0))
+    numbers = (Float32(1.0), Int32(0), Int32(0), Int32(0), Int32(1))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = AttentionForward(config)
     if not config.lse:

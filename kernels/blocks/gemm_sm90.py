@@ -1,7 +1,7 @@
-"""C = A @ B.T for sm_90a: bf16 or fp16, fp32 accumulators, warp specialised, persistent, with multicast of B in a cluster.
+"""C = A @ B.T for sm_90a: bf16 or fp16, fp32 accumulators, warp specialised, persistent, B multicast in a cluster.
 
-It exists to test the building blocks: one producer warp, two consumer warpgroups of 64 rows each, a ring of (A, B) stages,
-an epilogue through shared memory and TMA stores that drain under the next tile's products.
+It exists to test the building blocks: one producer warp, two consumer warpgroups of 64 rows each, a ring of (A, B)
+stages, an epilogue through shared memory and TMA stores that drain under the next tile's products.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Gemm:
 
     @cute.jit
     def multiply(self, atom_c, mC, sA, sB, sC, ring, rows: Int32, columns: Int32, depth: Int32):
-        """A consumer warpgroup: 64 rows of every tile. One product is in flight while the stage before it is released."""
+        """A consumer warpgroup: 64 rows of every tile. One product is in flight while the stage before is released."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % roles.WARPGROUP
         group = roles.consumer_warpgroup()

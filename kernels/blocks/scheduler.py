@@ -23,11 +23,31 @@ def grouped(tile: Int32, rows: Int32, columns: Int32, group: int):
 def heads_in_sections(tile: Int32, blocks: Int32, heads: Int32, section: Int32):
     """(block, head) of a tile, longest first: heads in sections, inside a section block by block from the last one.
 
-    `heads` counts all (batch, head) pairs. The last block of a causal head has the most keys; a section is as many heads
-    as have their keys and values in the L2 together.
+    `heads` counts all (batch, head) pairs. The last block of a causal head has the most keys; a section is as many
+    heads as have their keys and values in the L2 together.
     """
     whole = section * blocks
     number = tile // whole
     inside = tile % whole
     here = cutlass.min(heads - number * section, section)
     return blocks - 1 - inside // here, number * section + inside % here
+
+
+@cute.jit
+def tiles_of_cta(tiles: Int32) -> Int32:
+    """How many of `tiles` this CTA takes, numbered from 0; see `back_and_forth`."""
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    rounds = tiles // ctas
+    place = cta if rounds % 2 == 0 else ctas - 1 - cta
+    return rounds + 1 if place < tiles % ctas else rounds
+
+
+@cute.jit
+def back_and_forth(number: Int32) -> Int32:
+    """The tile that is this CTA's `number`th: every round hands out one a CTA, every other round in reverse order.
+
+    Of tiles in descending order of work, each CTA then gets as much as the others.
+    """
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    place = cta if number % 2 == 0 else ctas - 1 - cta
+    return number * ctas + place

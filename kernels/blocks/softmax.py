@@ -54,7 +54,7 @@ def step(
     first: cutlass.Constexpr,
     masked: cutlass.Constexpr,
 ) -> None:
-    """Scores become exponentials; maxima and sums take them in; `row_scale` is what earlier results are to be scaled by.
+    """Scores become exponentials; maxima and sums take them in; `row_scale` is the factor for earlier results.
 
     `masked`: a row may have nothing but -inf up to here.
     """
@@ -98,6 +98,4 @@ def finish(row_max: cute.Tensor, row_sum: cute.Tensor, row_scale: cute.Tensor, l
         total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
         empty = total == 0.0
         row_scale[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
-        lse[r] = (
-            -Float32.inf if empty else (row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN2
-        )
+        lse[r] = -Float32.inf if empty else (row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)) * LN2

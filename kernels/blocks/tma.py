@@ -29,7 +29,7 @@ def store_atom(tensor: cute.Tensor, smem_layout, tile: tuple[int, int]):
 
 
 def partition(atom, smem: cute.Tensor, gmem: cute.Tensor, cta: object = 0, cta_layout=None):
-    """(shared, global) views whose first mode is one tile: smem (rows, columns, stage...), gmem (rows, columns, tile...).
+    """(shared, global) views whose first mode is one tile: of smem (rows, columns, stage), gmem (rows, columns, tile).
 
     `cta` and `cta_layout` say which of the CTAs that share a multicast tile this one is.
     """

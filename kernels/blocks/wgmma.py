@@ -44,7 +44,7 @@ def transposed(smem: cute.Tensor) -> cute.Tensor:
 
 
 def product(dtype, columns: int, b_rows_contiguous: bool = False, a_in_registers: bool = False) -> cute.TiledMma:
-    """A (64, k) times B (columns, k) transposed. B's contiguous dimension is k, or with `b_rows_contiguous` its first."""
+    """A (64, k) times B (columns, k) transposed. B is contiguous along k, or with `b_rows_contiguous` along columns."""
     return sm90.make_trivial_tiled_mma(
         dtype,
         dtype,
