@@ -4,10 +4,10 @@
     python benchmarks/ops/attention_decode.py --sweep      splits and configurations side by side, nothing is written
 
 `upstream` is torch's scaled_dot_product_attention, default backend, as transformers calls it: without a mask k and v
-grouped by torch; with one and a single q position, q packed to the kv heads (the form of 5.24, the faster one); with one
-and more positions, k and v repeated to all heads. A bottom-right causal call without a mask, which transformers never
-makes, goes through torch's causal_lower_right. The floor is the bytes of k, v and the mask over the bandwidth of a large
-copy in the same run. `_graph` cases replay one CUDA graph a call.
+grouped by torch; with one and a single q position, q packed to the kv heads (the form of 5.24, the faster one); with
+one and more positions, k and v repeated to all heads. A bottom-right causal call without a mask, which transformers never
+makes, goes through torch's causal_lower_right. The floor is the bytes of k, v and the mask over the bandwidth of a
+large copy in the same run. `_graph` cases replay one CUDA graph a call.
 """
 
 from __future__ import annotations

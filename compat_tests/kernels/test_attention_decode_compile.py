@@ -10,7 +10,7 @@ from accel.kernels.runtime import arch as archs
 from accel.kernels.runtime import compile as runtime
 from accel.kernels.runtime import sass
 
-#: (arch, dtype, head_dim, head_dim_v, packed rows, mask, lse): all head dims, row tiles, masks, dtypes, classes of archs
+#: (arch, dtype, head_dim, head_dim_v, packed rows, mask, lse): all head dims, row tiles, masks, dtypes, arch classes
 CONFIGS = (
     ("sm_80", "bfloat16", 128, 128, 16, "none", False),
     ("sm_80", "float16", 64, 64, 16, "keys", False),
