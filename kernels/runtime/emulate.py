@@ -12,10 +12,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from .emulated import EmulationError, Memory, from_bf16, shift, to_bf16, trunc
 
 LANES = 32
 _SHARED_BASE = 0x400  #: shared addresses start here, so that 0 is none of them
@@ -28,32 +30,6 @@ _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
-
-
-class EmulationError(Exception):
-    """The program did something that a GPU would not define, or that is not modelled."""
-
-
-@dataclass
-class Memory:
-    """Global memory: the arrays that were passed in, at made-up addresses with unmapped space between them."""
-
-    regions: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    _next: int = 1 << 32
-
-    def place(self, array: np.ndarray) -> int:
-        """Map the bytes of a C-contiguous array; returns its address, a multiple of 256."""
-        flat = array.reshape(-1).view(np.uint8)
-        address = self._next
-        self.regions.append((address, flat))
-        self._next += (len(flat) + 4096) // 256 * 256 + 256
-        return address
-
-    def span(self, address: int, size: int) -> np.ndarray:
-        for start, flat in self.regions:
-            if start <= address and address + size <= start + len(flat):
-                return flat[address - start : address - start + size]
-        raise EmulationError(f"access of {size} bytes at {address:#x}, outside every array")
 
 
 class _Warp:
@@ -317,10 +293,10 @@ class Machine:
     def _op_div(self, parts, o):  # type: ignore[no-untyped-def]
         if parts[-1] == "f32":
             return self._binary(parts, o, np.divide)
-        return self._binary(parts, o, _trunc)
+        return self._binary(parts, o, trunc)
 
     def _op_rem(self, parts, o):  # type: ignore[no-untyped-def]
-        return self._binary(parts, o, lambda a, b: (a - _trunc(a, b) * b).astype(a.dtype))
+        return self._binary(parts, o, lambda a, b: (a - trunc(a, b) * b).astype(a.dtype))
 
     def _op_min(self, parts, o):  # type: ignore[no-untyped-def]
         return self._binary(parts, o, np.fmin)
@@ -347,10 +323,10 @@ class Machine:
         return self._binary(parts, o, np.logical_xor if parts[-1] == "pred" else np.bitwise_xor)
 
     def _op_shl(self, parts, o):  # type: ignore[no-untyped-def]
-        return self._compute(o[0], (parts[-1], "u32"), o[1:], lambda a, n: _shift(a, n, np.left_shift))
+        return self._compute(o[0], (parts[-1], "u32"), o[1:], lambda a, n: shift(a, n, np.left_shift))
 
     def _op_shr(self, parts, o):  # type: ignore[no-untyped-def]
-        return self._compute(o[0], (parts[-1], "u32"), o[1:], lambda a, n: _shift(a, n, np.right_shift))
+        return self._compute(o[0], (parts[-1], "u32"), o[1:], lambda a, n: shift(a, n, np.right_shift))
 
     def _op_popc(self, parts, o):  # type: ignore[no-untyped-def]
         return self._compute(o[0], ("u32",), o[1:], lambda a: np.array([int(v).bit_count() for v in a], np.uint32))
@@ -375,7 +351,7 @@ class Machine:
 
     def _op_cvt(self, parts, o):  # type: ignore[no-untyped-def]
         if parts[1] in ("bf16x2", "f16x2"):
-            convert = _to_bf16 if parts[1] == "bf16x2" else lambda x: x.astype(np.float16).view(np.uint16)
+            convert = to_bf16 if parts[1] == "bf16x2" else lambda x: x.astype(np.float16).view(np.uint16)
             return self._compute(
                 o[0], ("f32", "f32"), o[1:],
                 lambda high, low: convert(high).astype(np.uint32) << np.uint32(16) | convert(low).astype(np.uint32),
@@ -578,7 +554,7 @@ class Machine:
     def _op_mma(self, parts, o):  # type: ignore[no-untyped-def]
         if "m16n8k16" not in parts:
             raise EmulationError("only m16n8k16 is modelled")
-        widen = _from_bf16 if "bf16" in parts else lambda x: x.view(np.float16).astype(np.float32)
+        widen = from_bf16 if "bf16" in parts else lambda x: x.view(np.float16).astype(np.float32)
         d = [n.strip() for n in o[0].strip("{}").split(",")]
         a, b = ([self._read(n.strip(), "b32") for n in x.strip("{}").split(",")] for x in o[1:3])
         c = [self._read(n.strip(), "f32") for n in o[3].strip("{}").split(",")]
@@ -602,28 +578,6 @@ class Machine:
                     self._write(warp, active, name, value.astype(np.float32))
 
         return run
-
-
-def _trunc(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    b = np.where(b == 0, 1, b).astype(np.int64)
-    return (np.abs(a.astype(np.int64)) // np.abs(b) * np.sign(a.astype(np.int64)) * np.sign(b)).astype(a.dtype)
-
-
-def _shift(a: np.ndarray, n: np.ndarray, function: Callable[..., np.ndarray]) -> np.ndarray:
-    bits = 8 * a.dtype.itemsize
-    shifted = function(a, np.minimum(n, bits - 1).astype(a.dtype))
-    beyond = shifted if a.dtype.kind == "i" and function is np.right_shift else np.zeros_like(a)
-    return np.where(n >= bits, beyond, shifted).astype(a.dtype)
-
-
-def _to_bf16(x: np.ndarray) -> np.ndarray:
-    bits = x.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint16)
-
-
-def _from_bf16(x: np.ndarray) -> np.ndarray:
-    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def pack_tensor(address: int, sizes: Sequence[int], strides: Sequence[int]) -> bytes:
