@@ -45,6 +45,8 @@ def facts_of(
 
 def config_of(facts: AttentionFacts, device: torch.device) -> FwdConfig | DecodeConfig:
     """What plan() chose. Raises Decline if nothing serves the call."""
+    if device.type != "cuda":
+        raise Decline(f"the attention kernels take CUDA tensors, these are on {device.type}")
     index = torch.cuda.current_device() if device.index is None else device.index
     config = _choices.get((facts, index))
     if config is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from accel import serve
-from accel.kernels.attention import AttentionFacts, plan, read
+from accel.kernels.attention import AttentionFacts, attention, plan, read
 from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
 from accel.state import TargetState
@@ -72,9 +72,27 @@ class Native:
         """The attention family's plan."""
         return plan(facts, arch)
 
-    def run(self, choice: Choice, *args: Any, **kwargs: Any) -> Any:
-        """Nothing to launch yet: whatever was chosen, upstream's own code serves it."""
-        raise Decline(f"there is no {choice} to launch")
+    def run(
+        self,
+        choice: Choice,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: Any = None,
+    ) -> torch.Tensor:
+        """(batch, seqlen, heads, head_dim)."""
+        if attn_mask is not None and attn_mask.dim() == 2:
+            attn_mask = attn_mask[:, None, None]
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        out = attention(q, k, v, mask=attn_mask, causal=is_causal, scale=scale)
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(1, 2)
 
     def compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Upstream's own code, which Dynamo traces."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from accel import serve
-from accel.kernels.attention import AttentionFacts, plan, read
+from accel.kernels.attention import AttentionFacts, attention, plan, read
 from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
 from accel.state import TargetState
@@ -80,12 +80,7 @@ class Sdpa:
             raise Decline(f"num_key_value_groups is a {type(group).__name__}, not an int")
         device = checks.plain(query=query, key=key, value=value, attention_mask=attention_mask)
         sdpa.ambient(query)
-        causal = "none"
-        if attention_mask is None and query.dim() == 4 and query.size(2) > 1:
-            if is_causal is None:
-                is_causal = getattr(module, "is_causal", True)
-            if is_causal:
-                causal = "top_left"
+        causal = _causal(module, query, attention_mask, is_causal)
         needs_grad = checks.needs_grad(query, key, value, attention_mask)
         # Of an empty static cache, upstream cuts off the keys that no query sees.
         only_seen = causal == "top_left"
@@ -98,13 +93,40 @@ class Sdpa:
         """The attention family's plan."""
         return plan(facts, arch)
 
-    def run(self, choice: Choice, *args: Any, **kwargs: Any) -> Any:
-        """Nothing to launch yet: whatever was chosen, upstream's own code serves it."""
-        raise Decline(f"there is no {choice} to launch")
+    def run(
+        self,
+        choice: Choice,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """(batch, seqlen, heads, head_dim), contiguous, and no attention weights: what upstream returns."""
+        causal = _causal(module, query, attention_mask, is_causal)
+        if causal == "top_left" and key.size(2) > query.size(2):
+            key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
+        out = attention(query, key, value, mask=attention_mask, causal=causal, scale=scaling)
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(1, 2).contiguous(), None
 
     def compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Upstream's own code, which Dynamo traces."""
         return original(*args, **kwargs)
+
+
+def _causal(module: Any, query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool | None) -> str:
+    """Upstream's rule: a mask says it all, one query sees every key, and the module decides where the call does not."""
+    if mask is not None or query.dim() != 4 or query.size(2) <= 1:
+        return "none"
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    return "top_left" if is_causal else "none"
 
 
 def patch(module: ModuleType, state: TargetState) -> Iterable[Rebinding]:

@@ -311,13 +311,15 @@ def test_the_layout_is_read_in_diffusers_order(on: serve.ServedCall) -> None:
 
 
 @torch.no_grad()
-def test_there_is_nothing_to_launch(on: serve.ServedCall, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_declines_late_leaves_the_call_to_upstream(
+    on: serve.ServedCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(on.adapter, "plan", lambda facts, arch: Choice("attention", "any_fwd"))
     monkeypatch.setattr(serve.certificates, "check", lambda *args, **kwargs: None)
     on.plans.clear()
     call = tensors()
     assert torch.equal(entry()(**call), upstream(**call))
-    assert STATE.declined == {"there is no attention.any_fwd to launch": 1}
+    assert STATE.declined == {"the attention kernels take CUDA tensors, these are on cpu": 1}
     on.plans.clear()
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 import accel
 from accel import serve, testing
-from accel.outcome import Choice, Decline, Declined
+from accel.outcome import Choice, Declined
 from accel.patches.transformers import attention
 from accel.state import STATES
 
@@ -369,10 +369,10 @@ def chosen(on: serve.ServedCall, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 @torch.no_grad()
-def test_there_is_nothing_to_launch(chosen: None) -> None:
+def test_a_kernel_that_declines_late_leaves_the_call_to_upstream(chosen: None) -> None:
     call = _plain()
     assert torch.equal(entry()(*call)[0], upstream(*call)[0])
-    assert STATE.declined == {"there is no attention.any_fwd to launch": 1}
+    assert STATE.declined == {"the attention kernels take CUDA tensors, these are on cpu": 1}
 
 
 def test_what_watches_the_operators_declines_a_launch(chosen: None) -> None:
@@ -406,7 +406,7 @@ def test_what_watches_the_operators_declines_a_launch(chosen: None) -> None:
         "a torch function mode is active: Watcher": 1,
         "a torch dispatch mode is active": 1,
         "inside forward-mode differentiation": 1,
-        "there is no attention.any_fwd to launch": 1,
+        "the attention kernels take CUDA tensors, these are on cpu": 1,
         "inside a functorch transform (vmap, grad, ...)": 1,
     }
 
@@ -488,6 +488,32 @@ def test_explain_names_the_reason() -> None:
     assert not STATE.declined
 
 
-def test_run_refuses_a_choice_directly() -> None:
-    with pytest.raises(Decline, match=r"there is no attention\.sm90_fwd to launch"):
-        attention.Sdpa().run(Choice("attention", "sm90_fwd"))
+@pytest.mark.parametrize(
+    ("lengths", "mask", "is_causal"),
+    [
+        ((8, 8), False, None),
+        ((8, 13), False, None),
+        ((1, 13), False, None),
+        ((8, 13), True, None),
+        ((8, 8), False, False),
+    ],
+)
+def test_run_hands_the_kernel_what_upstream_computes(
+    lengths: tuple[int, int], mask: bool, is_causal: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: str, scale: float
+    ) -> torch.Tensor:
+        assert k.size(1) == 2, "k and v are handed over unrepeated"
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        assert causal in ("none", "top_left")
+        return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal == "top_left", scale=scale)
+
+    monkeypatch.setattr(attention, "attention", kernel)
+    q, k, v = tensors(lengths=lengths)
+    seen = torch.rand(2, 1, *lengths) > 0.3 if mask else None
+    layer, choice = Layer(), Choice("attention", "sm90_fwd")
+    ours, weights = attention.Sdpa().run(choice, layer, q, k, v, seen, scaling=0.3, is_causal=is_causal)
+    theirs, _ = upstream(layer, q, k, v, seen, scaling=0.3, is_causal=is_causal)
+    assert weights is None and ours.shape == theirs.shape and ours.is_contiguous()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
