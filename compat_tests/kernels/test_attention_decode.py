@@ -179,6 +179,7 @@ EMULATED = (
         (DecodeCase(1, (4, 1), (2, 100), 128, mask="per_head"), 1),
     ),
     (("sm_90", 80, 80, "none"), (DecodeCase(1, (20, 1), (2, 300), 80, causal="bottom_right"), 2)),
+    (("sm_90", 96, 96, "rows"), (DecodeCase(2, (6, 2), (5, 400), 96, mask="full_rank", layout="packed"), 2)),
     (("sm_90", 192, 128, "keys"), (DecodeCase(1, (2, 2), (1, 150), 192, 128, mask="random"), 2)),
     (("sm_90", 256, 256, "rows"), (DecodeCase(1, (8, 1), (8, 180), 256, mask="per_q"), 1)),
 )

@@ -13,6 +13,8 @@ Keys that no row attends to are not loaded either (zeros stand for them): whatev
 
 from __future__ import annotations
 
+from math import gcd
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -271,25 +273,22 @@ class Decode:
         threads: cutlass.Constexpr = WARP * c.m_warps
         chunks: cutlass.Constexpr = head_dim // 8
         total: cutlass.Constexpr = c.block * chunks
+        # After `period` copies of all threads, whole rows are done and a thread is at the same chunk, `down` rows on.
+        period: cutlass.Constexpr = chunks // gcd(chunks, threads)
+        down: cutlass.Constexpr = threads * period // chunks
         if keys != 0:
             t = tid % threads
             start = g + Int64(base) * stride
-            if const_expr(threads % chunks == 0):
-                # One address and one word of bits walk down the block: sixteen of each would not fit the registers.
-                source, bits = start + Int64(t // chunks) * stride + t % chunks * 16, keys >> Uint32(t // chunks)
-                down = stride * (threads // chunks)
-                for i in cutlass.range_constexpr(total // threads):
-                    r = t // chunks + i * (threads // chunks)
-                    size = Int32(16) if bits & Uint32(1 << (i * (threads // chunks))) != 0 else Int32(0)
-                    copy_async(slot + swizzled(r, t % chunks, chunks) * 16, source, size, policy)
-                    source = advance(source, down)
-            else:
-                for i in cutlass.range_constexpr(-(-total // threads)):
-                    r, chunk = (i * threads + t) // chunks, (i * threads + t) % chunks
-                    if const_expr((i + 1) * threads <= total) or i * threads + t < total:
-                        size = Int32(16) if (keys >> Uint32(r)) & Uint32(1) != 0 else Int32(0)
-                        source = start + Int64(r) * stride + chunk * 16
-                        copy_async(slot + swizzled(r, chunk, chunks) * 16, source, size, policy)
+            for p in cutlass.range_constexpr(min(period, -(-total // threads))):
+                index = p * threads + t
+                r, chunk = index // chunks, index % chunks
+                # One address and one word of bits walk down the block: all of them at once would not fit the registers.
+                source, bits = start + Int64(r) * stride + chunk * 16, keys >> Uint32(r)
+                for i in cutlass.range_constexpr(-(-c.block // down)):
+                    if const_expr((p + 1) * threads <= total) or index < total:
+                        size = Int32(16) if bits & Uint32(1 << (i * down)) != 0 else Int32(0)
+                        copy_async(slot + swizzled(r + i * down, chunk, chunks) * 16, source, size, policy)
+                    source = advance(source, stride * down)
 
     @cute.jit
     def wait(self, group):
@@ -370,10 +369,7 @@ class Decode:
                 found += 1
         else:
             while pending == 0 and chunk < mine:
-                seen = Uint32(0)
-                for r in cutlass.range(mask_count, unroll=1):
-                    address = self.mask_row(gMask, strides, r, per_head, per_q, seqlen_q)
-                    seen = seen | self.scan(address, strides[2], lane, first, step, chunk, last)
+                seen = self.scan(gMask, strides, mask_count, per_head, per_q, seqlen_q, lane, first, step, chunk, last)
                 pending = Uint32(cute.arch.vote_ballot_sync(seen != 0))
                 chunk += WARP
             if pending != 0:
@@ -389,23 +385,39 @@ class Decode:
         return found, chunk, pending, seen, base, keys
 
     @cute.jit
-    def scan(self, address, stride, lane, first, step, chunk, last):
-        """One row of the mask over 32 blocks: lane i gets the bits of block chunk + i."""
+    def scan(self, gMask, strides, mask_count, per_head, per_q, seqlen_q, lane, first, step, chunk, last):
+        """The mask over 32 blocks: lane i gets the bits of block chunk + i, each set where any row sees the key.
+
+        A warp reads one or two blocks at once, a key a lane, and has 16 reads of one row or 8 of 4 rows under way.
+        """
         c = self.config
-        together: cutlass.Constexpr = WARP // c.block  # blocks that a warp reads at once, a key a lane
+        together: cutlass.Constexpr = WARP // c.block
+        parts: cutlass.Constexpr = 4 if c.mask == "rows" else 2
+        reads: cutlass.Constexpr = c.block // parts
+        rows: cutlass.Constexpr = 4 if c.mask == "rows" else 1
         key = (first + (chunk + lane // c.block) * step) * c.block + lane % c.block
         down = step * (c.block * together)
-        source, along = address + Int64(key) * stride, Int64(down) * stride
+        along = Int64(down) * strides[2]
         seen = Uint32(0)
-        for half in cutlass.range(2, unroll=1):
-            bits = cute.make_rmem_tensor((c.block // 2,), Uint32)
-            for i in cutlass.range_constexpr(c.block // 2):
-                bits[i] = load_byte_below(source, key, last)
-                key += down
-                source = advance(source, along)
-            for i in cutlass.range_constexpr(c.block // 2):
-                word = Uint32(cute.arch.vote_ballot_sync(bits[i] != 0))
-                mine = (lane - half * 16) // together == i
+        for part in cutlass.range(parts, unroll=1):
+            start = key + part * (reads * down)
+            bits = cute.make_rmem_tensor((reads,), Uint32)
+            bits.fill(0)
+            for r0 in cutlass.range(0, mask_count, rows, unroll=1):
+                sources = cute.make_rmem_tensor((rows,), Int64)
+                for i in cutlass.range_constexpr(rows):
+                    r = cutlass.min(r0 + i, mask_count - 1)
+                    row = self.mask_row(gMask, strides, r, per_head, per_q, seqlen_q)
+                    sources[i] = row + Int64(start) * strides[2]
+                at = start
+                for n in cutlass.range_constexpr(reads):
+                    for i in cutlass.range_constexpr(rows):
+                        bits[n] = bits[n] | load_byte_below(sources[i], at, last)
+                        sources[i] = advance(sources[i], along)
+                    at += down
+            for n in cutlass.range_constexpr(reads):
+                word = Uint32(cute.arch.vote_ballot_sync(bits[n] != 0))
+                mine = lane // together == part * reads + n
                 seen = (word >> Uint32(lane % together * c.block)) & Uint32(self.full) if mine else seen
         return seen
 
@@ -479,12 +491,12 @@ class Decode:
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
             shift = top * scale if top > -Float32.inf else Float32(0.0)
-            factors[i] = cute.arch.exp2(peak[i] * scale - shift)
+            factors[i] = exp2(peak[i] * scale - shift)
             peak[i] = top
             added = Float32(0.0)
             for n in cutlass.range_constexpr(tiles):
                 for e in cutlass.range_constexpr(2):
-                    tS[2 * i + e, n] = cute.arch.exp2(tS[2 * i + e, n] * scale - shift)
+                    tS[2 * i + e, n] = exp2(tS[2 * i + e, n] * scale - shift)
                     added += tS[2 * i + e, n]
             total[i] = total[i] * factors[i] + added
         if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
@@ -555,7 +567,7 @@ class Decode:
             summed = Float32(0.0)
             acc.fill(0.0)
             for g in cutlass.range_constexpr(c.groups):
-                weight = cute.arch.exp2(sStats[0, r, g] * scale - shift)
+                weight = exp2(sStats[0, r, g] * scale - shift)
                 summed += sStats[1, r, g] * weight
                 for e in cutlass.range_constexpr(4):
                     acc[e] = acc[e] + sO[column + e, r, g] * weight
@@ -613,7 +625,7 @@ class Decode:
             shift = top if top > -Float32.inf else Float32(0.0)
             summed = Float32(0.0)
             for s in cutlass.range(lane, splits, WARP, unroll=1):
-                weight = cute.arch.exp2(load_float(gStats + pitch * s + Int64(r) * 8) - shift)
+                weight = exp2(load_float(gStats + pitch * s + Int64(r) * 8) - shift)
                 sWeights[s, r] = weight
                 summed += weight * load_float(gStats + pitch * s + Int64(r) * 8 + 4)
             for o in cutlass.range_constexpr(5):
@@ -708,6 +720,11 @@ def pack(dtype: str, low, high):
         write_only_types=[Uint32],
         read_only_args=[low, high],
     )
+
+
+def exp2(x):
+    """2 ** x, denormals flushed; -inf gives 0."""
+    return ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 def trailing_zeros(word):
