@@ -1,13 +1,14 @@
 """Decode attention: accel, the call as transformers makes it today, torch's flash backend, and the memory floor.
 
     python benchmarks/ops/attention_decode.py --out benchmarks/results/h200/attention.jsonl
+    python benchmarks/ops/attention_decode.py --grid       many shapes, accel beside upstream, nothing is written
     python benchmarks/ops/attention_decode.py --sweep      splits and configurations side by side, nothing is written
 
 `upstream` is torch's scaled_dot_product_attention, default backend, as transformers calls it: without a mask k and v
-grouped by torch; with one and a single q position, q packed to the kv heads (the form of 5.24, the faster one); with
-one and more positions, k and v repeated to all heads. A bottom-right causal call without a mask, which transformers never
-makes, goes through torch's causal_lower_right. The floor is the bytes of k, v and the mask over the bandwidth of a
-large copy in the same run. `_graph` cases replay one CUDA graph a call.
+grouped by it; with one and a single q position, q packed to the kv heads (the form of 5.24, the faster one); with one
+and more positions, k and v repeated to all heads. A bottom-right causal call without a mask, which transformers never
+makes, goes through torch's causal_lower_right. The floor is the bytes of k, v and the mask over the bandwidth of a copy
+in the same run; reading alone goes faster, up to 1.05 times. `_graph` cases replay one CUDA graph a call.
 """
 
 from __future__ import annotations
@@ -229,6 +230,35 @@ def host_cost(rows: Rows) -> None:
         )
 
 
+# --- Many shapes: where accel is not the faster one ----------------------------------------------------------------
+
+GRID_HEADS = ((32, 8, 128), (64, 8, 128), (28, 4, 128), (8, 1, 128), (16, 2, 256), (16, 16, 64), (32, 32, 96))
+
+
+def grid(rounds: int) -> None:
+    """A line a shape; then the shapes that upstream is faster at. Device times: a seen length, no host in it."""
+    slower, ratios = [], []
+    for heads_q, heads_kv, head_dim in GRID_HEADS:
+        for batch in (1, 8, 64):
+            for seqlen_k in (60, 500, 2000, 9000, 33000):
+                for mask in ("none", "static"):
+                    shape = Shape(batch, 1, seqlen_k, heads_q, heads_kv, head_dim, mask)
+                    if shape.bytes > 2**31 or (mask == "static" and seqlen_k not in (2000, 9000)):
+                        continue
+                    s = setup(shape, min(16, rotations(shape.bytes)))
+                    times = device_times({"accel": s.accel, "upstream": s.upstream}, len(s.k), rounds=rounds)
+                    a, u = (times[name].p50 * 1e3 for name in ("accel", "upstream"))
+                    text = f"b{batch} lk{seqlen_k} h{heads_q}_{heads_kv} d{head_dim} {mask:6}"
+                    text += f" accel {a:7.1f} us  upstream {u:7.1f} us  {u / a:5.2f}x"
+                    ratios.append(u / a)
+                    slower += [text] if u < a else []
+                    print(text, flush=True)
+    ratios.sort()
+    print(f"{len(ratios)} shapes, median {ratios[len(ratios) // 2]:.2f}x, least {ratios[0]:.2f}x; slower:", flush=True)
+    for text in slower:
+        print(f"  {text}", flush=True)
+
+
 # --- Launch configurations side by side ----------------------------------------------------------------------------
 
 
@@ -285,11 +315,16 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--grid", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed")
     if args.sweep:
         sweep(args.case or ["decode_b8_lk4096_h32_8_d128", "decode_b8_lk32768_h32_8_d128"], args.rounds)
+        return
+    if args.grid:
+        with torch.no_grad():
+            grid(max(5, args.rounds // 4))
         return
     rows = Rows("benchmarks/ops/attention_decode.py", source_hash("attention"), f"torch {torch.__version__}")
     bandwidth = copy_bandwidth()

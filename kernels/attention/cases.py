@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import attention
+from .decode_cases import DECODE_CASES, DecodeCase
 from .facts import AttentionFacts
 from .reference import attention_ref, visible
 
@@ -107,8 +108,10 @@ class Case:
         return {"out": out, "lse": lse} if self.lse else {"out": out}
 
 
-def portable(case: Case, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def portable(case: Case | DecodeCase, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The yardstick: torch's own attention in the call's dtype, and for the log-sum-exp the formula in fp32."""
+    if isinstance(case, DecodeCase):
+        return case.portable(inputs)
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     group = case.heads[0] // case.heads[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -179,4 +182,5 @@ def _cases() -> tuple[Case, ...]:
     return tuple(dict.fromkeys(made))
 
 
-CASES = _cases()
+FWD_CASES = _cases()
+CASES: tuple[Case | DecodeCase, ...] = (*FWD_CASES, *DECODE_CASES)
