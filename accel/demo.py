@@ -210,9 +210,17 @@ def generate(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Greedy tokens."""
     with torch.no_grad():
         tokens: torch.Tensor = model.generate(  # type: ignore[operator]
-            ids[:1], max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
+            ids[:1], max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, use_cache=cached(model)
         )
     return tokens
+
+
+def cached(model: nn.Module) -> bool:
+    """Whether generate() may use a cache: with transformers after 5.17, FLA 0.6.0's models ignore the one they get."""
+    from packaging.version import Version
+    from transformers import __version__
+
+    return not type(model).__module__.startswith("fla.") or Version(__version__) < Version("5.18")
 
 
 def training_step(model: nn.Module, ids: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from accel.certificates import read as read_certificates  # noqa: E402 - a checkout is not on the path before
+
+CERTIFICATES = ROOT / "kernels" / "certificates"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmark table: made by benchmarks/report.py -->", "<!-- end of benchmark table -->"
 
@@ -99,9 +105,11 @@ def plot(rows: list[Comparison], path: Path) -> None:
     pyplot.close(figure)
 
 
-def all_comparisons(results: Path = RESULTS) -> list[Comparison]:
-    """Those of every GPU result file, in file order."""
-    return [row for path in sorted(results.glob("h*/*.jsonl")) for row in comparisons(path)]
+def served_comparisons(results: Path = RESULTS) -> list[Comparison]:
+    """Those of whole models, and of the families whose kernels serve today: the ones with a certificate."""
+    certified = {c.family for path in CERTIFICATES.glob("*.json") for c in read_certificates(path)}
+    files = [results / "h200" / f"{name}.jsonl" for name in ("models", *sorted(certified))]
+    return [row for path in files if path.exists() for row in comparisons(path)]
 
 
 def write_readme(rows: list[Comparison], readme: Path) -> None:
@@ -116,13 +124,14 @@ def write_readme(rows: list[Comparison], readme: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--print", action="store_true", help="print the table and write nothing")
+    parser.add_argument("--print", action="store_true", help="print every result file's table and write nothing")
     options = parser.parse_args()
-    rows = all_comparisons()
+    rows = served_comparisons()
     if not rows:
         raise SystemExit(f"no result rows under {RESULTS}")
     if options.print:
-        print(table(rows))
+        for path in sorted(RESULTS.glob("h*/*.jsonl")):
+            print(f"{path.parent.name}/{path.stem}\n{table(comparisons(path))}\n")
         return
     write_readme(rows, ROOT / "README.md")
     plot(rows, ROOT / "docs" / "speed.png")
