@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from accel.kernels.attention import AttentionFacts, plan
 from accel.kernels.attention import decode as host
 from accel.kernels.attention import decode_plan as planned
 from accel.kernels.attention.decode_cases import DECODE_CASES, MASKS, DecodeCase, mask_of
@@ -17,6 +20,7 @@ from accel.kernels.attention.decode_config import COUNTERS, HEAD_DIMS, ROWS, Dec
 from accel.kernels.runtime import arch as archs
 from accel.kernels.runtime import compile as runtime
 from accel.kernels.runtime import emulate
+from accel.outcome import Declined
 
 LOG2_E = math.log2(math.e)
 
@@ -71,6 +75,48 @@ def test_no_kernel_for_other_calls() -> None:
         ("bfloat16", 128, 128, 1, "none", False, "sm_75"),
     ):
         assert planned.decode_config(*arguments) is None
+
+
+FACTS = AttentionFacts(
+    "bfloat16", 8, 32, 8, 1, 4096, 128, 128, "none", "none", "none", "aligned", "aligned", "aligned", needs_grad=False
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "arch", "reason"),
+    [
+        ({"window": (3, 0)}, "sm_90", r"window=\(3, 0\): the decode kernel has causality and masks only"),
+        ({"varlen": True}, "sm_90", "packed sequences: the decode kernel has none"),
+        (
+            {"head_dim": 72, "head_dim_v": 72},
+            "sm_90",
+            "head_dim=72: the decode kernel has 64, 80, 96, 128, 256, 192/128",
+        ),
+        ({"heads_q": 128, "heads_kv": 1}, "sm_90", "seqlen_q=1 of 128 q heads a kv head are 128 rows > 64"),
+        ({"seqlen_q": 16, "heads_kv": 4}, "sm_90", "seqlen_q=16 of 8 q heads a kv head are 128 rows > 64"),
+        ({"k_layout": "rows"}, "sm_90", "the rows of k do not all start at multiples of 16 bytes"),
+        ({"seqlen_k": 2**30}, "sm_90", "seqlen_k=1073741824 >= 1073741824"),
+        ({"head_dim": 256, "head_dim_v": 256, "seqlen_q": 16}, "sm_86", "head_dim=256 with 64 rows of q .* sm_86"),
+        ({"mask": "float b11k"}, "sm_90", "an additive mask: only boolean ones"),
+        ({"needs_grad": True}, "sm_90", "a gradient is needed"),
+        ({}, "sm_75", "no attention kernel for sm_75 yet"),
+        ({}, "cpu", "upstream's own code serves a CPU"),
+    ],
+)
+def test_declined_with_the_fact_and_the_limit(changes: dict[str, Any], arch: str, reason: str) -> None:
+    decision = plan(dataclasses.replace(FACTS, **changes), arch)
+    assert isinstance(decision, Declined) and re.match(reason, decision.reason), decision
+
+
+@pytest.mark.parametrize("arch", archs.known_archs())
+@pytest.mark.parametrize(
+    ("mask", "kind"), [("none", "none"), ("bool b11k", "keys"), ("bool 11qk", "rows"), ("bool bhqk", "rows")]
+)
+def test_up_to_16_positions_are_served_on_every_arch(arch: str, mask: str, kind: str) -> None:
+    for seqlen_q in (1, 16):
+        choice = plan(dataclasses.replace(FACTS, mask=mask, seqlen_q=seqlen_q), arch)
+        assert (choice.family, choice.kernel, choice.config.mask) == ("attention", "any_decode", kind)
+        assert choice.config.rows == 16 * (1 if seqlen_q == 1 else 4)
 
 
 def test_splits_fill_the_gpu_and_depend_on_shapes_alone() -> None:
