@@ -28,7 +28,8 @@ class Adapter(Protocol):
 
     family: str  #: the kernel family, a folder under kernels/
     in_place: bool  #: arguments are written to (never run twice for verification)
-    # and optionally `upstream_cannot_run_on: Container[str]`, archs without an upstream to verify against
+    # and optionally `upstream_cannot_run_on: Container[str]`, archs without an upstream to verify against, and
+    # `concerns(*args) -> bool`, whether a call is this adapter's, where a target has one adapter a class
 
     def facts(self, *args: Any, **kwargs: Any) -> tuple[Hashable, torch.device]:
         """The family's facts and the device, from metadata alone. Raises Decline: call, then module, then tensors."""
