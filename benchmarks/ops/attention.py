@@ -176,7 +176,7 @@ def _candidate(config: FwdConfig, made: list[Any], causal: str, i: int) -> Any:
 
 def label(config: FwdConfig) -> str:
     parts = [f"{config.tile_m}x{config.tile_n}", f"{config.stages} stages"]
-    parts += [name for name in ("turns", "early_rescale", "hold", "own_out") if getattr(config, name)]
+    parts += [name for name in ("turns", "early_rescale", "hold", "own_out", "ahead") if getattr(config, name)]
     return ", ".join(parts)
 
 
@@ -193,11 +193,25 @@ def candidates(config: FwdConfig) -> list[FwdConfig]:
         if registers <= {1: 200, 2: 200, 3: 132}[made.warpgroups]:
             found.append(made)
 
-    for name in ("turns", "early_rescale", "hold", "own_out"):
+    for name in ("turns", "early_rescale", "hold", "ahead"):
         add(**{name: not getattr(config, name)})
+    add(own_out=not config.own_out, ahead=False)
     add(early_rescale=not config.early_rescale, hold=not config.hold)
     add(turns=not config.turns, hold=not config.hold)
-    for warpgroups, tile_n in ((2, 64), (2, 96), (2, 112), (2, 128), (2, 144), (2, 160), (2, 176), (3, 96), (3, 128)):
+    add(stages=3)
+    for warpgroups, tile_n in (
+        (2, 64),
+        (2, 96),
+        (2, 112),
+        (2, 128),
+        (2, 144),
+        (2, 160),
+        (2, 176),
+        (2, 192),
+        (2, 208),
+        (3, 96),
+        (3, 128),
+    ):
         add(warpgroups=warpgroups, tile_n=tile_n)
     return list(dict.fromkeys(found))
 

@@ -31,8 +31,12 @@ class FwdConfig:
     turns: bool = True  #: warpgroups issue their products in turn, so that one's softmax runs under another's products
     #: The output is rescaled under the next q @ k.T instead of after p @ v: fewer registers are alive at a time.
     early_rescale: bool = False
-    hold: bool = True  #: the whole softmax stays in front of the wait for p @ v, and k's stage is free only then
+    hold: bool = (
+        True  #: the whole softmax stays in front of the wait for p @ v, where the assembler would move it behind
+    )
     own_out: bool = True  #: the output has its own place in shared memory; otherwise q's, and q of the next tile waits
+    #: q has two places, and the first product of a CTA's next tile is issued with the last one of this tile.
+    ahead: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -46,6 +50,8 @@ class FwdConfig:
             raise ValueError(f"warpgroups must be 1, 2 or 3, got {self.warpgroups}")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n must be a multiple of 16 up to 256, got {self.tile_n}")
+        if self.ahead and not self.own_out:
+            raise ValueError("ahead needs own_out: q of the next tile arrives before the output leaves")
         if self.turns and self.warpgroups == 1:
             raise ValueError("turns need two warpgroups or more")
         if self.smem_bytes > SMEM:
@@ -67,9 +73,13 @@ class FwdConfig:
     @property
     def smem_bytes(self) -> int:
         """q, the output, the two rings, and a kilobyte for barriers and alignment."""
-        both = (self.padded + self.padded_v) if self.own_out else max(self.padded, self.padded_v)
-        rows = self.tile_m * both
-        return 2 * (rows + self.stages * self.tile_n * (self.padded + self.padded_v)) + KIB
+        columns = self.q_stages * self.padded + self.padded_v if self.own_out else max(self.padded, self.padded_v)
+        rings = self.stages * self.tile_n * (self.padded + self.padded_v)
+        return 2 * (self.tile_m * columns + rings) + KIB
+
+    @property
+    def q_stages(self) -> int:
+        return 2 if self.ahead else 1
 
 
 def padded(size: int) -> int:

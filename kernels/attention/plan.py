@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from accel.outcome import Choice, Declined
@@ -95,5 +96,6 @@ def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: b
     if head_dim <= 128:
         return FwdConfig(dtype, head_dim, head_dim_v, kind, lse)
     if head_dim_v <= 128:
-        return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, turns=False, own_out=False)
-    return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, tile_n=80, turns=False, early_rescale=True, own_out=False)
+        return FwdConfig(dtype, head_dim, head_dim_v, kind, lse, turns=False, own_out=False, ahead=False)
+    narrow = FwdConfig(dtype, head_dim, head_dim_v, kind, lse, tile_n=80, turns=False, own_out=False, ahead=False)
+    return replace(narrow, early_rescale=True)

@@ -35,10 +35,10 @@ class AttentionForward:
         self.dtype = wgmma.DTYPES[config.dtype]
 
     def layouts(self):
-        """Shared memory of q, k, v and out: (rows, columns, warpgroup or stage)."""
+        """Shared memory of q, k, v and out: (rows, columns, warpgroup and stage)."""
         c = self.config
         return (
-            wgmma.smem_layout(self.dtype, ROWS, c.padded, c.warpgroups),
+            wgmma.smem_layout(self.dtype, ROWS, c.padded, c.warpgroups * c.q_stages),
             wgmma.smem_layout(self.dtype, c.tile_n, c.padded, c.stages),
             wgmma.smem_layout(self.dtype, c.tile_n, c.padded_v, c.stages),
             wgmma.smem_layout(self.dtype, ROWS, c.padded_v, c.warpgroups),
@@ -93,10 +93,14 @@ class AttentionForward:
         heads = mQ.shape[2] * mQ.shape[3]
         group = mQ.shape[2] // mK.shape[2]
         head_bytes = cutlass.Int64(mK.shape[0]) * (2 * (c.padded + c.padded_v))
-        section = cutlass.max(cutlass.min(Int32(L2_BYTES // head_bytes), heads // group), 1) * group
+        units = heads // group
+        sections = cutlass.min(units, cute.ceil_div(units, cutlass.max(Int32(L2_BYTES // head_bytes), 1)))
+        divisors = [
+            cute.fast_divmod_create_divisor_v2(n) for n in (blocks, mQ.shape[2], group, units, sections, group * blocks)
+        ]
         self.kernel(
             atom_q, tQ, atom_k, tK, atom_v, tV, atom_o, tO, mLSE,
-            scale * LOG2_E, offset, left, right, blocks, heads, group, section,
+            scale * LOG2_E, offset, left, right, blocks * heads, *divisors,
         ).launch(
             grid=[cutlass.min(blocks * heads, ctas), 1, 1],
             block=[roles.threads(c.warpgroups), 1, 1],
@@ -112,10 +116,8 @@ class AttentionForward:
         offset: Int32,
         left: Int32,
         right: Int32,
-        blocks: Int32,
-        heads: Int32,
-        group: Int32,
-        section: Int32,
+        tiles: Int32,
+        blocks, heads_q, group, units, sections, unit_tiles,
     ):  # fmt: skip
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -127,9 +129,10 @@ class AttentionForward:
 
         @cute.struct
         class Storage:
-            barriers_q: pipeline.barrier_storage(1)
+            barriers_q: pipeline.barrier_storage(c.q_stages)
             barriers_k: pipeline.barrier_storage(c.stages)
             barriers_v: pipeline.barrier_storage(c.stages)
+            barrier_hold: cute.struct.MemRange[cutlass.Int64, 1]
             tiles_q: cute.struct.Align[cute.struct.MemRange[self.dtype, size_q if c.own_out else size_qo], 1024]
             tiles_k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             tiles_v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
@@ -137,38 +140,43 @@ class AttentionForward:
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         warps = 4 * c.warpgroups
-        ring_q = pipeline.ring(storage.barriers_q, 1, warps, 2 * c.tile_m * c.padded)
+        ring_q = pipeline.ring(storage.barriers_q, c.q_stages, warps, 2 * c.tile_m * c.padded)
         ring_k = pipeline.ring(storage.barriers_k, c.stages, warps, 2 * c.tile_n * c.padded)
         ring_v = pipeline.ring(storage.barriers_v, c.stages, warps, 2 * c.tile_n * c.padded_v)
+        hold = storage.barrier_hold.data_ptr()
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(hold, 1)
         pipeline.init_fence()
         sQ = storage.tiles_q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
         sK = storage.tiles_k.get_tensor(layout_k.outer, swizzle=layout_k.inner)
         sV = storage.tiles_v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
         tiles_o = storage.tiles_o if const_expr(c.own_out) else storage.tiles_q
         sO = tiles_o.get_tensor(layout_o.outer, swizzle=layout_o.inner)
-        work = (blocks, heads, group, section, offset, left, right)
+        work = (tiles, blocks, heads_q, group, units, sections, unit_tiles)
+        limits = (mQ.shape[0], mK.shape[0], offset, left, right)
         pipeline.init_wait()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(roles.REGISTERS[c.warpgroups][0])
             if warp == 0:
-                self.load(atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work)
+                self.load(atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work, limits)
         else:
             cute.arch.setmaxregister_increase(roles.REGISTERS[c.warpgroups][1])
             self.consume(
-                sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2, mK.shape[0], work,
+                sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2, work, limits, hold
             )  # fmt: skip
 
     @cute.jit
-    def tile(self, number: Int32, work, heads_q: Int32, seqlen_q: Int32, seqlen_k: Int32):
+    def tile(self, number: Int32, work, limits):
         """(block of queries, head, batch, steps) of a tile of this CTA."""
-        blocks, heads, _, section, offset, left, right = work
+        _, blocks, heads_q, group, units, sections, unit_tiles = work
         tile = scheduler.back_and_forth(number)
         if const_expr(self.config.kind == "full"):
             block, head = tile % blocks, tile // blocks
         else:
-            block, head = scheduler.heads_in_sections(tile, blocks, heads, section)
-        return block, head % heads_q, head // heads_q, self.steps(block, seqlen_q, seqlen_k, offset, left, right)
+            block, head = scheduler.heads_in_sections(tile, blocks.divisor, group.divisor, units, sections, unit_tiles)
+        return block, head % heads_q, head // heads_q, self.steps(block, *limits)
 
     @cute.jit
     def steps(self, block: Int32, seqlen_q: Int32, seqlen_k: Int32, offset: Int32, left: Int32, right: Int32):
@@ -188,19 +196,19 @@ class AttentionForward:
         return begin, whole, cut, end
 
     @cute.jit
-    def load(self, atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work):
+    def load(self, atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work, limits):
         """The producer warp: q once a tile, then k a step ahead of v, in the order in which the consumers want them."""
         c = self.config
-        state_q = pipeline.producer_state(1)
+        state_q = pipeline.producer_state(c.q_stages)
         state_k, state_v = pipeline.producer_state(c.stages), pipeline.producer_state(c.stages)
-        for number in cutlass.range(scheduler.tiles_of_cta(work[0] * work[1]), unroll=1):
-            block, head, batch, bounds = self.tile(number, work, mQ.shape[2], mQ.shape[0], mK.shape[0])
+        for number in cutlass.range(scheduler.tiles_of_cta(work[0]), unroll=1):
+            block, head, batch, bounds = self.tile(number, work, limits)
             begin, _, _, end = bounds
-            kv_head = head // work[2]
+            kv_head = head // work[3]
             gQ = cute.local_tile(mQ[None, None, head, batch], (ROWS, c.padded), (None, 0))
             gK = cute.local_tile(mK[None, None, kv_head, batch], (c.tile_n, c.padded), (None, 0))
             gV = cute.local_tile(mV[None, None, kv_head, batch], (c.tile_n, c.padded_v), (None, 0))
-            q = (atom_q, *tma.partition(atom_q, sQ, gQ))
+            tQsQ, tQgQ = tma.partition(atom_q, sQ, gQ)
             k = (atom_k, *tma.partition(atom_k, sK, gK))
             v = (atom_v, *tma.partition(atom_v, sV, gV))
             if begin < end:
@@ -209,7 +217,8 @@ class AttentionForward:
             ring_q.producer_acquire(state_q)  # also without keys: the output may want q's place
             full = ring_q.producer_get_barrier(state_q)
             for w in cutlass.range_constexpr(c.warpgroups):
-                cute.copy(q[0], q[2][None, block * c.warpgroups + w], q[1][None, w], tma_bar_ptr=full)
+                place = state_q.index * c.warpgroups + w
+                cute.copy(atom_q, tQgQ[None, block * c.warpgroups + w], tQsQ[None, place], tma_bar_ptr=full)
             state_q.advance()
             if begin < end:
                 for i in cutlass.range(end - 1 - begin, unroll=1):
@@ -227,82 +236,112 @@ class AttentionForward:
 
     @cute.jit
     def consume(
-        self, sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2: Float32, seqlen_k: Int32, work
+        self, sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2: Float32, work, limits, hold
     ):
         """A consumer warpgroup: 64 queries of every tile against all their keys."""
         c = self.config
-        seqlen_q = mO.shape[0]
-        offset, left, right = work[4:]
+        seqlen_q, seqlen_k, offset, left, right = limits
         thread = cute.arch.thread_idx()[0] % roles.WARPGROUP
         warpgroup = roles.consumer_warpgroup()
-        stores = cute.arch.make_warp_uniform(thread // 32) == 0
         mma_qk = wgmma.product(self.dtype, c.tile_n)
         mma_pv = wgmma.product(self.dtype, c.padded_v, b_rows_contiguous=True, a_in_registers=True)
-        rQ = wgmma.a_operand(mma_qk, sQ[None, None, warpgroup])
-        rK = wgmma.b_operand(mma_qk, sK)
-        rV = wgmma.b_operand(mma_pv, wgmma.transposed(sV))
+        all_q = wgmma.a_operand(mma_qk, sQ)
+        rK, rV = wgmma.b_operand(mma_qk, sK), wgmma.b_operand(mma_pv, wgmma.transposed(sV))
         rP = wgmma.a_registers(mma_pv, c.tile_n)
         acc = wgmma.accumulator(mma_pv, c.padded_v)
+        first = wgmma.accumulator(mma_qk, c.tile_n) if const_expr(c.ahead) else None
         row_max, row_sum, row_scale, lse = [cute.make_rmem_tensor(2, Float32) for _ in range(4)]
-        operands = (mma_qk, mma_pv, rQ, rK, rV, rP, acc)
         rows = (row_max, row_sum, row_scale, scale_log2)
-        state_q = pipeline.consumer_state(1)
+        state_q = pipeline.consumer_state(c.q_stages)
         state_k, state_v = pipeline.consumer_state(c.stages), pipeline.consumer_state(c.stages)
         if const_expr(c.turns):
             roles.first_turn(warpgroup)
 
-        for number in cutlass.range(scheduler.tiles_of_cta(work[0] * work[1]), unroll=1):
-            block, head, batch, bounds = self.tile(number, work, mO.shape[2], seqlen_q, seqlen_k)
-            begin, whole, cut, end = bounds
+        count = scheduler.tiles_of_cta(work[0])
+        block, head, batch, bounds = self.tile(Int32(0), work, limits)
+        begin, whole, cut, end = bounds
+        if const_expr(c.ahead):
+            ring_q.consumer_wait(state_q)
+            if begin < end:
+                ring_k.consumer_wait(state_k)
+                rQ = all_q[None, None, None, state_q.index * c.warpgroups + warpgroup]
+                wgmma.issue(mma_qk, first, rQ, rK[None, None, None, state_k.index], False)
+                wgmma.wait(0)
+                ring_k.consumer_release(state_k)
+                state_k.advance()
+        for number in cutlass.range(count, unroll=1):
             row = (block * c.warpgroups + warpgroup) * ROWS + wgmma.row_in_tile(thread, 0)
             mask = (row, thread % 4 * 2, seqlen_k, offset, left, right)
+            rQ = all_q[None, None, None, state_q.index * c.warpgroups + warpgroup]
+            following = self.tile(number + 1, work, limits)
+            operands = (mma_qk, mma_pv, rQ, rK, rV, rP, acc)
+            waits = (ring_k, ring_v, warpgroup, hold)
             acc.fill(0.0)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
             row_scale.fill(1.0)
-            ring_q.consumer_wait(state_q)
+            if const_expr(not c.ahead):
+                ring_q.consumer_wait(state_q)
             if begin < end:
-                ring_k.consumer_wait(state_k)
-                scores = wgmma.accumulator(mma_qk, c.tile_n)
-                wgmma.issue(mma_qk, scores, rQ, rK[None, None, None, state_k.index], False)
-                wgmma.wait(0)
-                ring_k.consumer_release(state_k)
-                state_k.advance()
+                if const_expr(c.ahead):
+                    scores = first
+                else:
+                    scores = wgmma.accumulator(mma_qk, c.tile_n)
+                    ring_k.consumer_wait(state_k)
+                    wgmma.issue(mma_qk, scores, rQ, rK[None, None, None, state_k.index], False)
+                    wgmma.wait(0)
+                    ring_k.consumer_release(state_k)
+                    state_k.advance()
                 self.apply_mask(scores, mask, end - 1, True)
                 softmax.step(scores, row_max, row_sum, row_scale, scale_log2, True, True)
                 wgmma.round_to(scores, rP)
-
                 step = end - 1
                 if const_expr(c.kind != "full"):
                     for _ in cutlass.range(step - cutlass.max(cut, begin), unroll=1):
                         step -= 1
-                        self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, True)
+                        self.one_step(operands, rows, waits, state_k, state_v, mask, step, True)
                         state_k.advance()
                         state_v.advance()
                 for _ in cutlass.range(step - cutlass.max(whole, begin), unroll=1):
                     step -= 1
-                    self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, False)
+                    self.one_step(operands, rows, waits, state_k, state_v, mask, step, False)
                     state_k.advance()
                     state_v.advance()
                 if const_expr(c.kind == "window"):
                     for _ in cutlass.range(step - begin, unroll=1):
                         step -= 1
-                        self.one_step(operands, rows, ring_k, ring_v, state_k, state_v, warpgroup, mask, step, True)
+                        self.one_step(operands, rows, waits, state_k, state_v, mask, step, True)
                         state_k.advance()
                         state_v.advance()
+            if const_expr(c.own_out):
+                ring_q.consumer_release(state_q)
+                state_q.advance()
 
-                if const_expr(c.own_out):
-                    ring_q.consumer_release(state_q)
-                if const_expr(c.early_rescale):
-                    softmax.rescale(acc, row_scale)
-                ring_v.consumer_wait(state_v)
-                wgmma.issue(mma_pv, acc, rP, rV[None, None, None, state_v.index], True)
-                wgmma.wait(0)
-                ring_v.consumer_release(state_v)
-                state_v.advance()
+            more, live = number + 1 < count, begin < end
+            if const_expr(c.ahead):
+                if more:
+                    ring_q.consumer_wait(state_q)
+                more = more and following[3][0] < following[3][3]
+                first.fill(0.0)
             else:
-                if const_expr(c.own_out):
-                    ring_q.consumer_release(state_q)
+                more = False
+            # Whole blocks: a product in flight over a branch makes the assembler wait after every instruction.
+            next_q = all_q[None, None, None, state_q.index * c.warpgroups + warpgroup]
+            if const_expr(c.early_rescale):
+                softmax.rescale(acc, row_scale)
+            if const_expr(c.ahead):
+                if more and live:
+                    self.last_products(operands, waits, state_k, state_v, next_q, first, True, True)
+                elif more:
+                    self.last_products(operands, waits, state_k, state_v, next_q, first, True, False)
+                elif live:
+                    self.last_products(operands, waits, state_k, state_v, next_q, first, False, True)
+            elif live:
+                self.last_products(operands, waits, state_k, state_v, next_q, first, False, True)
+            if more:
+                state_k.advance()
+            if live:
+                state_v.advance()
 
             softmax.finish(row_max, row_sum, row_scale, lse, scale_log2)
             softmax.rescale(acc, row_scale)
@@ -310,37 +349,70 @@ class AttentionForward:
                 for r in cutlass.range_constexpr(2):
                     if thread % 4 == 0 and row + 8 * r < seqlen_q:
                         mLSE[batch, head, row + 8 * r] = lse[r]
-            rO = cute.make_rmem_tensor_like(acc, self.dtype)
-            wgmma.round_to(acc, rO)
-            if const_expr(c.own_out):  # noqa: SIM102 - one is decided while tracing
-                if stores:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-            # The place is free: the store before has read it, or all four warps have read q, which was there.
-            roles.sync_warpgroup(warpgroup)
-            wgmma.store_to_smem(mma_pv, rO, sO[None, None, warpgroup], thread)
-            roles.sync_warpgroup(warpgroup)
-            if stores:
-                gO = cute.local_tile(mO[None, None, head, batch], (ROWS, c.padded_v), (None, 0))
-                tOsO, tOgO = tma.partition(atom_o, sO, gO)
-                cute.copy(atom_o, tOsO[None, warpgroup], tOgO[None, block * c.warpgroups + warpgroup])
-                cute.arch.cp_async_bulk_commit_group()
-                if const_expr(not c.own_out):
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+            gO = cute.local_tile(mO[None, None, head, batch], (ROWS, c.padded_v), (None, 0))
+            self.store(acc, mma_pv, atom_o, sO, gO, block * c.warpgroups + warpgroup, warpgroup, thread)
             if const_expr(not c.own_out):
                 ring_q.consumer_release(state_q)
-            state_q.advance()
-        if stores:
+                state_q.advance()
+            block, head, batch, bounds = following
+            begin, whole, cut, end = bounds
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
+    def last_products(
+        self, operands, waits, state_k, state_v, next_q, first, ahead: cutlass.Constexpr, live: cutlass.Constexpr
+    ):
+        """The first S of the next tile where there is one, and the last O += P @ v of this one; both are waited for."""
+        c = self.config
+        mma_qk, mma_pv, _, rK, rV, rP, acc = operands
+        ring_k, ring_v, warpgroup, _ = waits
+        if const_expr(ahead):
+            ring_k.consumer_wait(state_k)
+            if const_expr(c.turns):
+                roles.wait_turn(warpgroup)
+            wgmma.issue(mma_qk, first, next_q, rK[None, None, None, state_k.index], False)
+        if const_expr(live):
+            ring_v.consumer_wait(state_v)
+            wgmma.issue(mma_pv, acc, rP, rV[None, None, None, state_v.index], True)
+        if const_expr(ahead and c.turns):
+            roles.pass_turn(warpgroup, c.warpgroups)
+        wgmma.wait(0)
+        if const_expr(ahead):
+            ring_k.consumer_release(state_k)
+        if const_expr(live):
+            ring_v.consumer_release(state_v)
+
+    @cute.jit
+    def store(self, acc, mma_pv, atom_o, sO, gO, place: Int32, warpgroup: Int32, thread: Int32):
+        """The output of 64 queries, through shared memory."""
+        c = self.config
+        stores = cute.arch.make_warp_uniform(thread // 32) == 0
+        rO = cute.make_rmem_tensor_like(acc, self.dtype)
+        wgmma.round_to(acc, rO)
+        if const_expr(c.own_out):  # noqa: SIM102 - one is decided while tracing
+            if stores:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        # The place is free: the store before has read it, or all four warps have read q, which was there.
+        roles.sync_warpgroup(warpgroup)
+        wgmma.store_to_smem(mma_pv, rO, sO[None, None, warpgroup], thread)
+        roles.sync_warpgroup(warpgroup)
+        if stores:
+            tOsO, tOgO = tma.partition(atom_o, sO, gO)
+            cute.copy(atom_o, tOsO[None, warpgroup], tOgO[None, place])
+            cute.arch.cp_async_bulk_commit_group()
+            if const_expr(not c.own_out):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
     def one_step(
-        self, operands, rows, ring_k, ring_v, state_k, state_v, warpgroup: Int32, mask, step: Int32,
-        masked: cutlass.Constexpr,
+        self, operands, rows, waits, state_k, state_v, mask, step: Int32, masked: cutlass.Constexpr
     ):  # fmt: skip
         """S of this step, then O += P @ v of the step before it, then the softmax of S under that product."""
         c = self.config
         mma_qk, mma_pv, rQ, rK, rV, rP, acc = operands
         row_max, row_sum, row_scale, scale_log2 = rows
+        ring_k, ring_v, warpgroup, hold = waits
         scores = wgmma.accumulator(mma_qk, c.tile_n)
         ring_k.consumer_wait(state_k)
         if const_expr(c.turns):
@@ -353,15 +425,14 @@ class AttentionForward:
         if const_expr(c.turns):
             roles.pass_turn(warpgroup, c.warpgroups)
         wgmma.wait(1)
-        if const_expr(not c.hold):
-            ring_k.consumer_release(state_k)
+        ring_k.consumer_release(state_k)
         if const_expr(masked):
             self.apply_mask(scores, mask, step, False)
         softmax.step(scores, row_max, row_sum, row_scale, scale_log2, False, True)
         if const_expr(c.hold):  # noqa: SIM102 - one is decided while tracing
             # Always true, which the assembler cannot know: it would move the wait in front of the exponentials.
-            if not (row_sum[0] + row_sum[1] < 0.0):
-                ring_k.consumer_release(state_k)
+            if not (row_sum[0] + row_sum[1] < 0.0) and cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(hold)
         wgmma.wait(0)
         ring_v.consumer_release(state_v)
         if const_expr(not c.early_rescale):

@@ -20,17 +20,23 @@ def grouped(tile: Int32, rows: Int32, columns: Int32, group: int):
 
 
 @cute.jit
-def heads_in_sections(tile: Int32, blocks: Int32, heads: Int32, section: Int32):
-    """(block, head) of a tile, longest first: heads in sections, inside a section block by block from the last one.
+def heads_in_sections(tile: Int32, blocks: Int32, group: Int32, units, sections, unit_tiles):
+    """(block, head) of a tile: heads in sections, inside a section block by block.
 
-    `heads` counts all (batch, head) pairs. The last block of a causal head has the most keys; a section is as many
-    heads as have their keys and values in the L2 together.
+    A unit is the `group` heads that share keys, a section as many units as have their keys and values in the L2
+    together. Blocks of a causal head have the more keys the later they are, so the last section goes from its last
+    block to its first, the one before it the other way, and so on: no jump from short to long tiles. `units`,
+    `sections` and `unit_tiles` (group * blocks) are divisors.
     """
-    whole = section * blocks
-    number = tile // whole
-    inside = tile % whole
-    here = cutlass.min(heads - number * section, section)
-    return blocks - 1 - inside // here, number * section + inside % here
+    section = ((tile // unit_tiles + 1) * sections.divisor - 1) // units
+    first = section * units.divisor // sections
+    width = ((section + 1) * units.divisor // sections - first) * group
+    inside = tile - first * unit_tiles.divisor
+    block = Int32(cutlass.Uint32(inside) // cutlass.Uint32(width))
+    head = first * group + inside - block * width
+    if (sections.divisor - 1 - section) % 2 == 0:
+        block = blocks - 1 - block
+    return block, head
 
 
 @cute.jit

@@ -54,19 +54,27 @@ def nvdisasm() -> str | None:
 
 def disassemble(cubin: bytes) -> list[Sass]:
     """The kernels of a cubin. Raises FileNotFoundError without nvdisasm."""
+    registers = _registers(cubin)
+    parts = _SECTION.split(_text(cubin))
+    return [
+        Sass(name, Counter(_INSTRUCTION.findall(body)), registers[name])
+        for name, body in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+
+
+def opcodes(cubin: bytes) -> list[str]:
+    """The opcodes of a cubin in the order of the code. Raises FileNotFoundError without nvdisasm."""
+    return _INSTRUCTION.findall(_text(cubin))
+
+
+def _text(cubin: bytes) -> str:
     tool = nvdisasm()
     if tool is None:
         raise FileNotFoundError("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout
-    registers = _registers(cubin)
-    parts = _SECTION.split(text)
-    return [
-        Sass(name, Counter(_INSTRUCTION.findall(body)), registers[name])
-        for name, body in zip(parts[1::2], parts[2::2], strict=True)
-    ]
+        return subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout
 
 
 def _registers(cubin: bytes) -> dict[str, int]:
