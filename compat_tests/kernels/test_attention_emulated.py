@@ -1,0 +1,124 @@
+"""The attention forward and the GEMM run on the CPU: their PTX, in a model of the machine, against fp64.
+
+Small shapes that visit every path: several tiles of one CTA, tails of queries and keys, rows and whole tiles that see
+no key, sections of heads, one step and several; copies and products as late as allowed, or at once.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from accel.kernels.attention.config import FwdConfig
+from accel.kernels.attention.launch import bounds
+from accel.kernels.attention.plan import forward_config
+from accel.kernels.attention.reference import attention_ref
+from accel.kernels.blocks.gemm_config import GemmConfig
+from accel.kernels.runtime import compile as runtime
+from accel.kernels.runtime.emulate import pack_tensor
+from accel.kernels.runtime.emulate_sm90 import HopperMachine, Memory, TensorMap, divisor
+
+LOG2_E = math.log2(math.e)
+SMEM = 227 * 1024
+
+#: (dtype, head_dim, head_dim_v, kind), (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections
+CASES = (
+    (("bfloat16", 128, 128, "full"), (1, 2, 1, 150, 300), "none", None, 1),
+    (("bfloat16", 128, 128, "causal"), (2, 4, 2, 200, 130), "bottom_right", None, 2),
+    (("float16", 128, 128, "window"), (1, 2, 1, 300, 200), "top_left", (70, 20), 1),
+    (("bfloat16", 64, 64, "causal"), (1, 2, 1, 260, 260), "top_left", None, 1),
+    (("bfloat16", 72, 72, "full"), (1, 1, 1, 130, 200), "none", None, 1),
+    (("bfloat16", 192, 128, "causal"), (1, 1, 1, 300, 100), "bottom_right", None, 1),
+    (("bfloat16", 256, 256, "causal"), (1, 2, 1, 200, 200), "top_left", None, 1),
+)
+
+
+@cache
+def ptx(family: str, module: str, config: FwdConfig | GemmConfig) -> str:
+    return runtime.compile_only(runtime.Kernel(family, module, config), "sm_90a").ptx
+
+
+def elements(t: torch.Tensor) -> np.ndarray:
+    return t.view(torch.int16).numpy().view(np.uint16).reshape(-1).copy()
+
+
+def tensor_map(array: np.ndarray, t: torch.Tensor, rows: int, columns: int) -> TensorMap:
+    """Tiles of (rows, columns) of the last two dimensions."""
+    width = next(w for w in (128, 64, 32) if 2 * columns % w == 0)
+    order = (t.dim() - 1, t.dim() - 2, *range(t.dim() - 3, -1, -1))
+    box = (width // 2, rows, *(1 for _ in order[2:]))
+    return TensorMap(array, [t.shape[d] for d in order], [t.stride(d) for d in order], box, width)
+
+
+def ints(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def name(case: tuple) -> str:
+    return "_".join(map(str, (*case[0], *case[1], case[2])))
+
+
+RUNS = [(c, True) for c in CASES] + [(CASES[1], False), (CASES[5], False)]
+
+
+@pytest.mark.parametrize(
+    ("case", "late"), RUNS, ids=lambda x: name(x) if isinstance(x, tuple) else "late" if x else "at_once"
+)
+def test_attention(case: tuple, late: bool) -> None:
+    what, (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections = case
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    c = forward_config(*what, True)
+    drawn = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int, seqlen: int, size: int) -> torch.Tensor:
+        return torch.randn(batch, heads, seqlen, size, generator=drawn).to(getattr(torch, c.dtype))
+
+    q, k = draw(heads_q, seqlen_q, c.head_dim), draw(heads_kv, seqlen_k, c.head_dim)
+    v, out = draw(heads_kv, seqlen_k, c.head_dim_v), draw(heads_q, seqlen_q, c.head_dim_v).fill_(torch.nan)
+    tiles = ((q, 64, c.padded), (k, c.tile_n, c.padded), (v, c.tile_n, c.padded_v), (out, 64, c.padded_v))
+    arrays = [elements(t) for t, _, _ in tiles]
+    maps = {2 * i: tensor_map(arrays[i], *tile) for i, tile in enumerate(tiles)}
+    lse, memory = np.full((batch, heads_q, seqlen_q), np.nan, np.float32), Memory()
+    blocks, group = -(-seqlen_q // c.tile_m), heads_q // heads_kv
+    units = batch * heads_kv
+    numbers = (blocks, heads_q, group, units, sections, group * blocks)
+    sizes = [ints(t.shape[2], t.shape[1], t.shape[0]) for t, _, _ in tiles]
+    parameters = [p for size in sizes for p in (b"", size)]
+    parameters += [pack_tensor(memory.place(lse), lse.shape, (heads_q * seqlen_q, seqlen_q))]
+    parameters += [np.float32(c.head_dim**-0.5 * LOG2_E).tobytes()]
+    parameters += [ints(0 if causal == "top_left" else seqlen_k - seqlen_q), *map(ints, bounds(causal, window))]
+    parameters += [ints(blocks * batch * heads_q), *(p for n in numbers for p in (divisor(n), ints(n)))]
+    machine = HopperMachine(ptx("attention", "sm90_fwd", c), SMEM, memory, parameters, maps, late)
+    machine.run(min(2, blocks * batch * heads_q), seed)
+
+    got = torch.from_numpy(arrays[3].view(np.int16)).view(q.dtype).reshape(out.shape).double()
+    want, want_lse = attention_ref(q, k, v, causal=causal, window=window)
+    assert not torch.isnan(got).any()
+    assert (got - want).norm() <= (4e-3 if c.dtype == "bfloat16" else 5e-4) * want.norm()
+    found = torch.from_numpy(lse).double()
+    assert torch.equal(torch.isinf(found), torch.isinf(want_lse)) and not torch.isnan(found).any()
+    seen = ~torch.isinf(want_lse)
+    assert (found - want_lse)[seen].abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("late", (True, False), ids=("late", "at_once"))
+def test_gemm(late: bool) -> None:
+    m, n, k = 200, 304, 136
+    c = GemmConfig(cluster_m=1)
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    out = torch.full((m, n), torch.nan).bfloat16()
+    tiles = ((a, c.tile_m, c.tile_k), (b, c.tile_n, c.tile_k), (out, 64, 64))
+    arrays = [elements(t) for t, _, _ in tiles]
+    maps = {2 * i: tensor_map(arrays[i], *tile) for i, tile in enumerate(tiles)}
+    parameters = [p for t, _, _ in tiles for p in (b"", ints(*t.shape))]
+    parameters += [ints(-(-m // c.tile_m)), ints(-(-n // c.tile_n))]
+    HopperMachine(ptx("blocks", "gemm_sm90", c), SMEM, Memory(), parameters, maps, late).run(2, seed=1)
+    got = torch.from_numpy(arrays[2].view(np.int16)).view(torch.bfloat16).reshape(m, n).double()
+    want = a.double() @ b.double().T
+    assert (got - want).norm() <= 2.5e-3 * want.norm()
