@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,16 @@ def inputs(shape: Shape, turns: int) -> list[tuple[torch.Tensor, torch.Tensor, t
     ]
 
 
+@functools.cache
+def flash_attention_4() -> Callable[..., Any] | None:
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+    except Exception as error:
+        print(f"flash_attn_4 is left out: {type(error).__name__}: {error}", flush=True)
+        return None
+    return flash_attn_func
+
+
 def providers(shape: Shape, made: list[Any]) -> dict[str, Callable[[int], Any]]:
     """Those that can serve the shape here."""
     grouped = shape.heads_q != shape.heads_kv
@@ -97,16 +108,15 @@ def providers(shape: Shape, made: list[Any]) -> dict[str, Callable[[int], Any]]:
         return attention(*made[i], causal=shape.causal)
 
     found: dict[str, Callable[[int], Any]] = {"accel": accel, "upstream": upstream, "torch_flash": torch_flash}
-    try:
-        from flash_attn.cute.interface import flash_attn_func
-    except Exception as error:
-        print(f"flash_attn_4 is left out: {type(error).__name__}: {error}", flush=True)
-    else:
+    flash_attn_func = flash_attention_4()
+    if flash_attn_func is not None:
         found["flash_attn_4"] = lambda i: flash_attn_func(*[t.transpose(1, 2) for t in made[i]], causal=shape.causal)
     for name, call in list(found.items()):
         try:
-            call(0)
-            torch.cuda.synchronize()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says at length why a backend does not take a call
+                call(0)
+                torch.cuda.synchronize()
         except Decline as declined:
             print(f"{name} is left out: {declined}", flush=True)
             del found[name]
@@ -163,7 +173,7 @@ def sweep(cases: Iterable[str], rounds: int) -> None:
         chosen = launch.config_of(launch.facts_of(*made[0], causal, None, False, False), made[0][0].device)
         calls = {}
         for config in candidates(chosen):
-            calls[label(config)] = partial(_candidate, config, made, causal)
+            calls[label(config)] = functools.partial(_candidate, config, made, causal)
         times = device_times(calls, turns, batch=max(2, turns), rounds=rounds)
         for name, q in sorted(times.items(), key=lambda item: item[1].p50):
             mark = "  <- plan" if name == label(chosen) else ""
