@@ -14,7 +14,7 @@ for part in ${*:-gemm tests bench}; do
     tests) timeout 120 python3 -m pytest -q --maxfail=12 -m gpu compat_tests/kernels/test_attention_gpu.py 2>&1 | tail -60 ;;
     bench) timeout 120 python3 benchmarks/ops/attention.py --out "$out" ;;
     sweep)
-      for case in b4_l4096_h32_8_d128_causal b8_l2048_h16_16_d64_causal b2_l4096_h16_2_d256_causal b1_l4352_h24_24_d128_full; do
+      for case in b4_l4096_h32_8_d128_causal b8_l2048_h16_16_d64_causal b16_l577_h16_16_d64_full b2_l4096_h32_32_d96_causal b2_l4096_h16_2_d256_causal; do
         timeout 60 python3 benchmarks/ops/attention.py --sweep --rounds 5 --case $case
       done ;;
     *) echo "unknown part $part: gemm, tests, bench or sweep" >&2; exit 2 ;;
