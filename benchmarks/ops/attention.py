@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -186,8 +187,10 @@ def _candidate(config: FwdConfig, made: list[Any], causal: str, i: int) -> Any:
 
 def label(config: FwdConfig) -> str:
     parts = [f"{config.tile_m}x{config.tile_n}", f"{config.stages} stages"]
-    parts += [name for name in ("turns", "early_rescale", "hold", "own_out", "ahead") if getattr(config, name)]
-    return ", ".join(parts)
+    parts += [
+        name for name in ("turns", "early_rescale", "persistent", "hold", "own_out", "ahead") if getattr(config, name)
+    ]
+    return ", ".join(parts + ([f"{config.by_fma} of 4 by fma"] if config.by_fma else []))
 
 
 def candidates(config: FwdConfig) -> list[FwdConfig]:
@@ -203,12 +206,16 @@ def candidates(config: FwdConfig) -> list[FwdConfig]:
         if registers <= {1: 200, 2: 200, 3: 132}[made.warpgroups]:
             found.append(made)
 
-    for name in ("turns", "early_rescale", "hold", "ahead"):
+    # As measured first, then what is expected to be faster: see benchmarks/notes/attention.md.
+    for persistent, own_out, ahead in itertools.product((False, True), repeat=3):
+        for hold in (False, True):
+            if persistent or not ahead:
+                add(persistent=persistent, own_out=own_out, ahead=ahead, hold=hold)
+    for by_fma in (1, 2):
+        add(persistent=True, own_out=True, ahead=True, hold=True, by_fma=by_fma)
+        add(by_fma=by_fma)
+    for name in ("turns", "early_rescale"):
         add(**{name: not getattr(config, name)})
-    add(own_out=not config.own_out, ahead=False)
-    add(early_rescale=not config.early_rescale, hold=not config.hold)
-    add(turns=not config.turns, hold=not config.hold)
-    add(stages=3)
     for warpgroups, tile_n in (
         (2, 64),
         (2, 96),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -26,15 +27,19 @@ from accel.kernels.runtime.emulate_sm90 import HopperMachine, Memory, TensorMap,
 LOG2_E = math.log2(math.e)
 SMEM = 227 * 1024
 
-#: (dtype, head_dim, head_dim_v, kind), (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections
+NEXT = {"persistent": True, "hold": True, "own_out": True, "ahead": True}  #: the overlap across tiles
+#: (dtype, head_dim, head_dim_v, kind), (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections, and
+#: what differs from the plan's configuration
 CASES = (
-    (("bfloat16", 128, 128, "full"), (1, 2, 1, 150, 300), "none", None, 1),
-    (("bfloat16", 128, 128, "causal"), (2, 4, 2, 200, 130), "bottom_right", None, 2),
-    (("float16", 128, 128, "window"), (1, 2, 1, 300, 200), "top_left", (70, 20), 1),
-    (("bfloat16", 64, 64, "causal"), (1, 2, 1, 260, 260), "top_left", None, 1),
-    (("bfloat16", 72, 72, "full"), (1, 1, 1, 130, 200), "none", None, 1),
-    (("bfloat16", 192, 128, "causal"), (1, 1, 1, 300, 100), "bottom_right", None, 1),
-    (("bfloat16", 256, 256, "causal"), (1, 2, 1, 200, 200), "top_left", None, 1),
+    (("bfloat16", 128, 128, "full"), (1, 2, 1, 150, 300), "none", None, 1, {}),
+    (("bfloat16", 128, 128, "causal"), (2, 4, 2, 200, 130), "bottom_right", None, 2, {}),
+    (("bfloat16", 128, 128, "causal"), (2, 4, 2, 200, 130), "bottom_right", None, 2, NEXT),
+    (("float16", 128, 128, "window"), (1, 2, 1, 300, 200), "top_left", (70, 20), 1, NEXT),
+    (("bfloat16", 64, 64, "causal"), (1, 2, 1, 260, 260), "top_left", None, 1, {}),
+    (("bfloat16", 64, 64, "full"), (1, 2, 1, 130, 300), "none", None, 1, {**NEXT, "by_fma": 2}),
+    (("bfloat16", 72, 72, "full"), (1, 1, 1, 130, 200), "none", None, 1, {}),
+    (("bfloat16", 192, 128, "causal"), (1, 1, 1, 300, 100), "bottom_right", None, 1, {}),
+    (("bfloat16", 256, 256, "causal"), (1, 2, 1, 200, 200), "top_left", None, 1, {}),
 )
 
 
@@ -60,20 +65,20 @@ def ints(*values: int) -> bytes:
 
 
 def name(case: tuple) -> str:
-    return "_".join(map(str, (*case[0], *case[1], case[2])))
+    return "_".join(map(str, (*case[0], *case[1], case[2], "ahead" if case[5] else "plan")))
 
 
-RUNS = [(c, True) for c in CASES] + [(CASES[1], False), (CASES[5], False)]
+RUNS = [(c, True) for c in CASES] + [(CASES[2], False)]
 
 
 @pytest.mark.parametrize(
     ("case", "late"), RUNS, ids=lambda x: name(x) if isinstance(x, tuple) else "late" if x else "at_once"
 )
 def test_attention(case: tuple, late: bool) -> None:
-    what, (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections = case
+    what, (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections, changes = case
     seed = random.randrange(2**31)
     print(f"seed {seed}")
-    c = forward_config(*what, True)
+    c = replace(forward_config(*what, True), **changes)
     drawn = torch.Generator().manual_seed(seed)
 
     def draw(heads: int, seqlen: int, size: int) -> torch.Tensor:
@@ -104,11 +109,10 @@ def test_attention(case: tuple, late: bool) -> None:
     found = torch.from_numpy(lse).double()
     assert torch.equal(torch.isinf(found), torch.isinf(want_lse)) and not torch.isnan(found).any()
     seen = ~torch.isinf(want_lse)
-    assert (found - want_lse)[seen].abs().max() <= 1e-5
+    assert (found - want_lse)[seen].abs().max() <= (1e-5 if not c.by_fma else 1e-4)
 
 
-@pytest.mark.parametrize("late", (True, False), ids=("late", "at_once"))
-def test_gemm(late: bool) -> None:
+def test_gemm() -> None:
     m, n, k = 200, 304, 136
     c = GemmConfig(cluster_m=1)
     a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
@@ -118,7 +122,7 @@ def test_gemm(late: bool) -> None:
     maps = {2 * i: tensor_map(arrays[i], *tile) for i, tile in enumerate(tiles)}
     parameters = [p for t, _, _ in tiles for p in (b"", ints(*t.shape))]
     parameters += [ints(-(-m // c.tile_m)), ints(-(-n // c.tile_n))]
-    HopperMachine(ptx("blocks", "gemm_sm90", c), SMEM, Memory(), parameters, maps, late).run(2, seed=1)
+    HopperMachine(ptx("blocks", "gemm_sm90", c), SMEM, Memory(), parameters, maps).run(2, seed=1)
     got = torch.from_numpy(arrays[2].view(np.int16)).view(torch.bfloat16).reshape(m, n).double()
     want = a.double() @ b.double().T
     assert (got - want).norm() <= 2.5e-3 * want.norm()

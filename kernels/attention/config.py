@@ -31,12 +31,14 @@ class FwdConfig:
     turns: bool = True  #: warpgroups issue their products in turn, so that one's softmax runs under another's products
     #: The output is rescaled under the next q @ k.T instead of after p @ v: fewer registers are alive at a time.
     early_rescale: bool = False
-    hold: bool = (
-        True  #: the whole softmax stays in front of the wait for p @ v, where the assembler would move it behind
-    )
+    persistent: bool = True  #: a CTA an SM takes tile after tile; otherwise a CTA for every tile
+    #: The whole softmax stays in front of the wait for p @ v; the assembler would move most of it behind.
+    hold: bool = True
     own_out: bool = True  #: the output has its own place in shared memory; otherwise q's, and q of the next tile waits
     #: q has two places, and the first product of a CTA's next tile is issued with the last one of this tile.
-    ahead: bool = True
+    ahead: bool = False
+    #: Of every four groups of eight keys, the exponentials of so many are computed by multiply-adds in unmasked steps.
+    by_fma: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -50,6 +52,8 @@ class FwdConfig:
             raise ValueError(f"warpgroups must be 1, 2 or 3, got {self.warpgroups}")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n must be a multiple of 16 up to 256, got {self.tile_n}")
+        if not 0 <= self.by_fma <= 4:
+            raise ValueError(f"by_fma must be 0 to 4, got {self.by_fma}")
         if self.ahead and not self.own_out:
             raise ValueError("ahead needs own_out: q of the next tile arrives before the output leaves")
         if self.turns and self.warpgroups == 1:

@@ -23,8 +23,9 @@ from .facts import AttentionFacts, read
 from .plan import DTYPES, FAMILY, forward_config, plan
 
 FAR = 2**30  #: a window's bound that cuts nothing; lengths stay below it
+EVERY = 2**31 - 1  #: CTAs: one for every tile
 REMEMBERED = 4096
-_loaded: dict[tuple[FwdConfig, str], Callable[..., Any]] = {}
+_loaded: dict[tuple[FwdConfig, int], tuple[Callable[..., Any], int]] = {}  #: by device: the function, CTAs at a time
 _choices: dict[tuple[AttentionFacts, int], FwdConfig | DecodeConfig] = {}
 
 
@@ -93,10 +94,9 @@ def forward(
     """
     batch, heads, seqlen_q, head_dim = q.shape
     seqlen_k = k.shape[2]
-    target = archs.compile_target(archs.dispatch_arch(q.device))
-    launch = _loaded.get((config, target))
-    if launch is None:
-        launch = _loaded[config, target] = function(Kernel(FAMILY, "sm90_fwd", config), target)
+    index = q.get_device()
+    found = _loaded.get((config, index))
+    launch, ctas = found if found is not None else _load(config, q.device, index)
     out = q.new_empty(batch, seqlen_q, heads, v.shape[3]).transpose(1, 2)
     lse = q.new_empty(batch, heads, seqlen_q, dtype=torch.float32) if config.lse else None
     if seqlen_k == 0:
@@ -105,12 +105,19 @@ def forward(
         q, k, v, out = reachable(q), reachable(k), reachable(v), reachable(out)
     offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
     left, right = bounds(causal, window)
-    numbers = (head_dim**-0.5 if scale is None else scale, offset, left, right, sm_count(q.get_device()))
+    numbers = (head_dim**-0.5 if scale is None else scale, offset, left, right, ctas)
     if lse is None:
         launch(q, k, v, out, *numbers)
     else:
         launch(q, k, v, out, lse, *numbers)
     return out, lse
+
+
+def _load(config: FwdConfig, device: torch.device, index: int) -> tuple[Callable[..., Any], int]:
+    target = archs.compile_target(archs.dispatch_arch(device))
+    ctas = sm_count(index) if config.persistent else EVERY
+    _loaded[config, index] = loaded = function(Kernel(FAMILY, "sm90_fwd", config), target), ctas
+    return loaded
 
 
 def bounds(causal: str, window: tuple[int, int] | None) -> tuple[int, int]:
@@ -123,10 +130,11 @@ def bounds(causal: str, window: tuple[int, int] | None) -> tuple[int, int]:
 
 def reachable(t: Tensor) -> Tensor:
     """The same elements, with a stride that TMA takes where a dimension of size 1 has any other."""
-    shape, strides = t.shape, t.stride()
-    if all(n > 1 or s % 8 == 0 for n, s in zip(shape[:3], strides, strict=False)) and strides[3] == 1:
+    strides = t.stride()
+    if strides[3] == 1 and not (strides[0] | strides[1] | strides[2]) % 8:
         return t
-    fixed = [s if n > 1 else -(-shape[3] // 8) * 8 for n, s in zip(shape[:3], strides, strict=False)]
+    shape = t.shape
+    fixed = [s if n > 1 else -(-shape[3] // 8) * 8 for n, s in zip(shape[:3], strides[:3], strict=True)]
     return t.as_strided(shape, (*fixed, 1))
 
 

@@ -428,7 +428,8 @@ class AttentionForward:
         ring_k.consumer_release(state_k)
         if const_expr(masked):
             self.apply_mask(scores, mask, step, False)
-        softmax.step(scores, row_max, row_sum, row_scale, scale_log2, False, True)
+        by_fma = 0 if const_expr(masked) else c.by_fma
+        softmax.step(scores, row_max, row_sum, row_scale, scale_log2, False, True, by_fma)
         if const_expr(c.hold):  # noqa: SIM102 - one is decided while tracing
             # Always true, which the assembler cannot know: it would move the wait in front of the exponentials.
             if not (row_sum[0] + row_sum[1] < 0.0) and cute.arch.lane_idx() == 0:
