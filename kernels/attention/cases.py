@@ -154,6 +154,8 @@ def _cases() -> tuple[Case, ...]:
         for causal in ("none", "top_left"):
             made.append(replace(base, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal))
         made.append(replace(base, head_dim=head_dim, head_dim_v=head_dim_v, causal="bottom_right", window=(70, 0)))
+    for head_dim in (8, 24, 40, 112, 136, 160, 192, 248):
+        made.append(replace(base, head_dim=head_dim, causal="top_left"))
     for head_dim in (64, 128, 256):
         made.append(replace(base, head_dim=head_dim, dtype=FP16, causal="top_left"))
         made.append(replace(base, head_dim=head_dim, dtype=FP16, lse=False))
