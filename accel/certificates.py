@@ -38,7 +38,7 @@ class Certificate:
     family: str
     kernel: str
     arch: str  #: dispatch architecture, e.g. "sm_90"
-    source: str  #: source hash of the family
+    source: str  #: source hash of the kernel
     dsl: str  #: version of nvidia-cutlass-dsl
     device: str
     torch: str
@@ -98,8 +98,9 @@ def read(path: Path) -> list[Certificate]:
 
 
 def write(certificates: Iterable[Certificate], *, folder: Path | None = None) -> list[Path]:
-    """Write certificates, replacing all that the files hold of the same family and architecture; returns the files.
+    """Write certificates, replacing those that the files hold of the same kernels, and of kernels that are no more.
 
+    Returns the files.
     `folder` defaults to the user's own. Raises OSError, or accel.kernels.runtime.cache.CacheRefusedError (others can
     write the user's folder).
     """
@@ -112,9 +113,9 @@ def write(certificates: Iterable[Certificate], *, folder: Path | None = None) ->
     written = []
     for arch in sorted({c.arch for c in new}):
         path = folder / file_name(arch)
-        families = {c.family for c in new if c.arch == arch}
+        replaced = {(c.family, c.kernel) for c in new if c.arch == arch}
         try:
-            kept = [c for c in read(path) if c.family not in families]
+            kept = [c for c in read(path) if (c.family, c.kernel) not in replaced and _exists(c)]
         except ValueError as error:
             _log.warning("%s: its content is replaced", error)
             kept = []
@@ -159,7 +160,7 @@ def _verdict(family: str, kernel: str, arch: str) -> str | None:
     """Why the kernel may not serve on `arch`; None if it may."""
     name = f"{family}.{kernel} is not certified on {arch}"
     try:
-        source_hash(family)
+        source_hash(family, kernel)
     except (OSError, ValueError, SyntaxError) as error:
         return f"{name}: its source cannot be read ({error})"
     known = _known(family, kernel, arch)
@@ -183,9 +184,14 @@ def _outdated(certificate: Certificate) -> str | None:
     installed = dsl_version() or "none"
     if minor(certificate.dsl) != minor(installed):
         return f"with CuTe DSL {minor(installed)} (its certificate is for {minor(certificate.dsl)})"
-    if certificate.source != source_hash(certificate.family):
+    if certificate.source != source_hash(certificate.family, certificate.kernel):
         return "as its source is now (it changed after the certificate)"
     return None
+
+
+def _exists(certificate: Certificate) -> bool:
+    folder = kernels_folder() / certificate.family
+    return certificate.kernel in {path.stem for path in folder.glob("*.py")}
 
 
 def minor(version: str) -> str:

@@ -86,15 +86,17 @@ def certify(
     rounds: int = ROUNDS,
     progress: Callable[[str, CaseResult | str], None] | None = None,
 ) -> list[FamilyResult]:
-    """Measure families (default: all) on `device` (default: the current CUDA device); writes nothing.
+    """Measure families, or single kernels ("family.kernel"), on `device` (default: the current CUDA device).
+
+    Nothing is written. Without `names`: every family.
 
     `arch`: the dispatch architecture whose kernels are meant, where it is not the device's own: an older class, which
     then runs compiled for this device. `seed` starts the seeds; without it every run draws its own. `progress` is
     called with (case name, its result or why it was skipped). Raises ValueError for an unknown family and RuntimeError
     without a GPU.
     """
-    chosen = families() if names is None else tuple(names)
-    unknown = [name for name in chosen if name not in families()]
+    chosen = [name.partition(".") for name in (families() if names is None else names)]
+    unknown = [family for family, _, _ in chosen if family not in families()]
     if unknown:
         raise ValueError(f"no kernel family {', '.join(map(repr, unknown))} to certify; there is {_listed(families())}")
     if device is None:
@@ -105,8 +107,9 @@ def certify(
     own = arch_of(device)
     first = secrets.randbelow(1 << 31) if seed is None else seed
     found = []
-    for family in chosen:
-        found.append(_certify_family(family, arch or own, own, device, range(first, first + rounds), progress))
+    for family, _, kernel in chosen:
+        seeds = range(first, first + rounds)
+        found.append(_certify_family(family, kernel or None, arch or own, own, device, seeds, progress))
     return found
 
 
@@ -119,6 +122,7 @@ def arch_of(device: torch.device) -> str:
 
 def _certify_family(
     family: str,
+    only: str | None,
     arch: str,
     own_arch: str,
     device: torch.device,
@@ -139,6 +143,8 @@ def _certify_family(
             if progress:
                 progress(case.name, reason)
             continue
+        if only not in (None, *kernels):
+            continue
         run = case.run if arch == own_arch else _for_arch(case.run, arch)
         for seed in seeds:
             try:
@@ -155,7 +161,7 @@ def _certify_family(
             if result.failure is not None:
                 break
         _release(device)
-    found.certificates = _certificates(found, device, seeds)
+    found.certificates = [c for c in _certificates(found, device, seeds) if only in (None, c.kernel)]
     return found
 
 
@@ -270,7 +276,7 @@ def _certificates(found: FamilyResult, device: torch.device, seeds: range) -> li
                 family=found.family,
                 kernel=kernel,
                 arch=found.arch,
-                source=source_hash(found.family),
+                source=source_hash(found.family, kernel),
                 dsl=certificates.dsl_version() or "none",
                 device=torch.cuda.get_device_name(device) if cuda else "cpu",
                 torch=torch.__version__,
@@ -332,7 +338,9 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("family", nargs="*", help="kernel families; all by default")
+    parser.add_argument(
+        "family", nargs="*", help="kernel families, or single kernels as family.kernel; all families by default"
+    )
     parser.add_argument("--seed", type=int, help="first of the seeds; drawn and printed by default")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"seeds per case (default {ROUNDS})")
     parser.add_argument("--arch", help="certify the kernels of another architecture, compiled for this GPU")

@@ -1,9 +1,9 @@
-"""The source hash that a certificate is bound to: what a kernel family computes, blind to comments and formatting.
+"""The source hash that a certificate is bound to: what a kernel computes, blind to comments and formatting.
 
-Hashed are the family's device files (`any_*.py`, `sm<digits>_*.py`) and every module below accel.kernels that they
-import, directly or not, except kernels/runtime/. Each is parsed and its syntax tree written out by `serialise`, which
-gives the same text on every Python from 3.10 on: node types and fields, leaving out what is None, empty lists,
-docstrings, `kind` and `type_comment`.
+Hashed are the kernel's device file (`any_*.py`, `sm<digits>_*.py`; for a whole family all of them) and every module
+below accel.kernels that it imports, directly or not, except kernels/runtime/. Each is parsed and its syntax tree
+written out by `serialise`, which gives the same text on every Python from 3.10 on: node types and fields, leaving out
+what is None, empty lists, docstrings, `kind` and `type_comment`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ def kernels_folder() -> Path:
 
 
 @cache
-def source_hash(family: str) -> str:
-    """Hex sha256 of the family's device code. Raises OSError if a file cannot be read, ValueError if it has none."""
-    return hash_files(kernels_folder(), family)
+def source_hash(family: str, kernel: str | None = None) -> str:
+    """Hex sha256 of the device code of a kernel (the name of its device file), or of the whole family.
+
+    Raises OSError if a file cannot be read, ValueError if there is none.
+    """
+    return hash_files(kernels_folder(), family, kernel)
 
 
-def hash_files(root: Path, family: str) -> str:
+def hash_files(root: Path, family: str, kernel: str | None = None) -> str:
     """`source_hash` for the kernels folder `root`."""
     digest = hashlib.sha256()
-    for name, tree in sorted(_device_modules(root, family).items()):
+    for name, tree in sorted(_device_modules(root, family, kernel).items()):
         digest.update(f"{name}\n{serialise(tree)}\n".encode())
     return digest.hexdigest()
 
@@ -45,11 +48,16 @@ def device_files(root: Path, family: str) -> list[Path]:
     return sorted(path for path in (root / family).glob("*.py") if _DEVICE_FILE.fullmatch(path.name))
 
 
-def _device_modules(root: Path, family: str) -> dict[str, ast.Module]:
+def _device_modules(root: Path, family: str, kernel: str | None) -> dict[str, ast.Module]:
     """Path below `root` -> syntax tree of each device file and of all it imports."""
-    waiting = device_files(root, family)
+    waiting = [path for path in device_files(root, family) if kernel in (None, path.stem)]
     if not waiting:
-        raise ValueError(f"kernel family {family!r} has no device files in {root / family}")
+        what = (
+            f"kernel family {family!r} has no device files"
+            if kernel is None
+            else f"there is no device file {kernel}.py"
+        )
+        raise ValueError(f"{what} in {root / family}")
     trees: dict[str, ast.Module] = {}
     while waiting:
         path = waiting.pop()

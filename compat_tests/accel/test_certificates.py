@@ -155,6 +155,7 @@ def root(tmp_path: Path) -> Path:
             "from .any_rows import row\nfrom ..blocks import ring\nfrom ..runtime.compile import function\n"
             "def late():\n    from accel.kernels.shared import names\n"
         ),
+        "norm/any_bwd.py": "from .config import WIDTH",
         "norm/sm90_fwd.py": "import accel.kernels.blocks.wgmma as wgmma\nimport torch, cutlass.cute as cute\n",
         "norm/any_rows.py": "from .config import WIDTH\nrow = 1",
         "norm/config.py": "WIDTH = 8",
@@ -218,6 +219,24 @@ def test_a_new_device_file_and_a_renamed_one_count(root: Path) -> None:
     assert len({before, added, hash_files(root, "norm")}) == 3
 
 
+def test_a_kernel_depends_on_what_it_imports_alone(root: Path) -> None:
+    kernels = ("any_fwd", "any_bwd", "sm90_fwd")
+    before = {kernel: hash_files(root, "norm", kernel) for kernel in kernels}
+    assert len({*before.values(), hash_files(root, "norm")}) == 4
+    for name, stale in (
+        ("norm/any_fwd.py", {"any_fwd"}),
+        ("norm/any_rows.py", {"any_fwd"}),
+        ("norm/config.py", {"any_fwd", "any_bwd"}),
+        ("blocks/wgmma.py", {"sm90_fwd"}),
+    ):
+        text = (root / name).read_text()
+        (root / name).write_text(f"{text}\nadded = 1\n")
+        assert {kernel for kernel in kernels if hash_files(root, "norm", kernel) != before[kernel]} == stale
+        (root / name).write_text(text)
+    with pytest.raises(ValueError, match=r"there is no device file launch\.py"):
+        hash_files(root, "norm", "launch")
+
+
 def test_a_family_in_plain_torch_has_no_source_hash(root: Path) -> None:
     with pytest.raises(ValueError, match="no device files"):
         hash_files(root, "blocks")
@@ -276,7 +295,7 @@ def certificate(kernel: str, **changes: object) -> Certificate:
         "norm",
         kernel,
         "sm_90",
-        source_hash.source_hash("norm"),
+        source_hash.source_hash("norm", kernel) if changes.get("family", "norm") == "norm" else "f" * 64,
         "4.8.1",
         "NVIDIA H200",
         "2.11.0",
@@ -433,17 +452,25 @@ def test_unreadable_source_declines(world: Path, root: Path) -> None:
     certificates.write(both(), folder=world)
     (root / "norm" / "config.py").write_text("this is no Python")
     assert "its source cannot be read" in str(reason())
-    assert "no device files" in str(reason(Choice("blocks", "any_fwd")))
+    assert "there is no device file any_fwd.py" in str(reason(Choice("blocks", "any_fwd")))
 
 
-def test_writing_replaces_a_family_and_keeps_the_others(world: Path) -> None:
-    certificates.write([*both(), certificate("sm90_fwd"), certificate("any_fwd", family="other")], folder=world)
+def test_writing_replaces_kernels_and_keeps_the_others(world: Path, root: Path) -> None:
+    (root / "other").mkdir()
+    (root / "other/any_fwd.py").write_text("x = 1")
+    old = [
+        certificate("sm90_fwd"),
+        certificate("any_fwd", family="other"),
+        dataclasses.replace(certificate("any_fwd"), kernel="any_gone"),
+    ]
+    certificates.write([*both(), *old], folder=world)
     certificates.write([*both(date="2027-01-01"), certificate("any_fwd", arch="sm_80")], folder=world)
     assert sorted(path.name for path in world.iterdir()) == ["sm80.json", "sm90.json"]
     found = [(c.family, c.kernel, c.date) for c in certificates.read(world / "sm90.json")]
     assert found == [
         ("norm", "any_bwd", "2027-01-01"),
         ("norm", "any_fwd", "2027-01-01"),
+        ("norm", "sm90_fwd", "2026-12-01"),
         ("other", "any_fwd", "2026-12-01"),
     ]
 
@@ -487,7 +514,7 @@ def test_shipped_certificates_are_for_the_source_that_ships(caplog: pytest.LogCa
         for one in found:
             name = f"{path.name}: {one.family}.{one.kernel}"
             assert path.name == certificates.file_name(one.arch), name
-            assert one.source == source_hash.source_hash(one.family), f"{name} is stale"
+            assert one.source == source_hash.source_hash(one.family, one.kernel), f"{name} is stale"
             assert one.failure is None and one.cases and one.worst_error <= 1.25 and one.worst_largest <= 2, name
 
 

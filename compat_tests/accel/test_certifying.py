@@ -150,7 +150,7 @@ def plan(facts: Facts, arch: str) -> Choice | Declined:
         return Declined(f"hidden={facts.hidden} > 512 on {arch}")
     if facts.hidden == 1:
         return Choice("made_up", "portable", backward="portable")
-    return Choice("made_up", "any_fwd", backward="wide_bwd" if facts.hidden > 128 else "any_bwd")
+    return Choice("made_up", "any_fwd", backward="any_wide_bwd" if facts.hidden > 128 else "any_bwd")
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.Mo
     """accel.kernels.made_up with one case; its certificates go to a cache folder of this test."""
     root = tmp_path / "kernels"
     (root / "made_up").mkdir(parents=True)
-    for name in ("any_fwd", "cases"):
+    for name in ("any_fwd", "any_bwd", "any_wide_bwd", "cases"):
         (root / "made_up" / f"{name}.py").write_text("x = 1")
     for module in (source_hash, certificates, certifying):
         monkeypatch.setattr(module, "kernels_folder", lambda: root)
@@ -204,10 +204,14 @@ def test_a_right_kernel_is_certified(family: types.ModuleType) -> None:
     assert {k: c.cases for k, c in by_kernel.items()} == {
         "any_fwd": ("plain", "wide"),
         "any_bwd": ("plain",),
-        "wide_bwd": ("wide",),
+        "any_wide_bwd": ("wide",),
     }
     one = by_kernel["any_fwd"]
-    assert (one.seeds, one.source, one.yardsticks) == ((5, 6, 7), source_hash.source_hash("made_up"), ("portable",))
+    assert (one.seeds, one.source, one.yardsticks) == (
+        (5, 6, 7),
+        source_hash.source_hash("made_up", "any_fwd"),
+        ("portable",),
+    )
     assert one.failure is None and 0 <= one.worst_error <= 1.25
     assert one.dsl == (certificates.dsl_version() or "none")
     assert {(r.case, r.seed) for r in found.results} == {(c, s) for c in ("plain", "wide") for s in (5, 6, 7)}
@@ -322,7 +326,7 @@ def test_missing_outputs_fail(family: types.ModuleType, monkeypatch: pytest.Monk
 
 def test_one_failing_case_fails_its_kernels_only(family: types.ModuleType) -> None:
     found = certify(family, Case(), Case("wide", 256, ours=lambda x, w: x * w * 1.5))
-    assert {c.kernel for c in found.failed} == {"any_fwd", "wide_bwd"}
+    assert {c.kernel for c in found.failed} == {"any_fwd", "any_wide_bwd"}
     assert {c.kernel for c in found.certificates if c.failure is None} == {"any_bwd"}
 
 
@@ -347,6 +351,12 @@ def test_another_architectures_kernels(family: types.ModuleType, monkeypatch: py
     monkeypatch.setattr(Case, "run", run)
     found = certify(family, Case(), arch="sm_80")
     assert set(seen) == {"sm_80"} and {c.arch for c in found.certificates} == {"sm_80"}
+
+
+def test_one_kernel_of_a_family(family: types.ModuleType) -> None:
+    family.CASES = (Case("plain"), Case("wide", 256), Case("huge", 1024))  # type: ignore[attr-defined]
+    (found,) = certifying.certify(["made_up.any_wide_bwd"], device="cpu", rounds=1)
+    assert [(c.kernel, c.cases) for c in found.certificates] == [("any_wide_bwd", ("wide",))]
 
 
 def test_unknown_families_and_no_gpu(family: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

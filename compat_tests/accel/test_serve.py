@@ -197,7 +197,7 @@ def kernel(on, monkeypatch: pytest.MonkeyPatch, tmp_path):
     on.adapters["scale"].kernel = "any_fwd"
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(certificates, "dsl_version", functools.cache(lambda: "4.8.1"))
-    monkeypatch.setattr(certificates, "source_hash", functools.cache(lambda family: "a" * 64))
+    monkeypatch.setattr(certificates, "source_hash", functools.cache(lambda family, kernel: "a" * 64))
     certificates.forget()
     yield on
     certificates.forget()
