@@ -246,7 +246,7 @@ class ServedCall:
         here = checkpoint.region()
         if here is not None and here[1]:  # run again: as it ran before
             return self._again(decision, here[0].replay((id(self), key)), args, kwargs)
-        if key in self.quarantined:
+        if self.quarantined and key in self.quarantined:  # the hash of facts is not free
             decision, result = _QUARANTINED, None
         else:
             decision, result = self._serve(decision, key, args, kwargs)

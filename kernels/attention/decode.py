@@ -37,6 +37,7 @@ def decode(
     scale: float | None = None,
     lse: bool = False,
     splits: int | None = None,
+    seqlen_dim: int = 2,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(scale * q @ k.T + mask) @ v for up to 16 q positions, 64 packed rows (q positions x q heads of a group).
 
@@ -45,8 +46,9 @@ def decode(
     causal: "none", "top_left" (query i sees key j if j <= i) or "bottom_right" (if j - seqlen_k <= i - seqlen_q).
     `splits`, the CTAs that share the keys of a (batch, kv head), is chosen from the shapes.
 
-    Returns (batch, heads_q, seqlen_q, head_dim_v), in memory (batch, seqlen_q, heads_q, head_dim_v), and the
-    (batch, heads_q, seqlen_q) log-sum-exp or None. A row that sees no key gives 0 and -inf.
+    Returns (batch, heads_q, seqlen_q, head_dim_v), or with `seqlen_dim=1` (batch, seqlen_q, heads_q, head_dim_v), which
+    is how it lies in memory, and the (batch, heads_q, seqlen_q) log-sum-exp or None. A row that sees no key gives 0 and
+    -inf.
 
     Raises Decline during graph capture if the kernel is not loaded yet, and for tensors that no kernel can reach.
     """
@@ -63,10 +65,11 @@ def decode(
     if found is None:
         found = _loaded[key] = load(_NAMES.get(q.dtype, str(q.dtype)), head_dim, head_dim_v, rows, kind, lse, q.device)
     launch, config, slots = found
-    out = torch.empty((batch, seqlen_q, heads_q, head_dim_v), dtype=q.dtype, device=q.device)
-    sums = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device) if lse else None
+    out = q.new_empty(batch, seqlen_q, heads_q, head_dim_v)  # 0.8 us less than torch.empty with its keywords
+    sums = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32) if lse else None
     if seqlen_k == 0:
-        return out.zero_().transpose(1, 2), None if sums is None else sums.fill_(-math.inf)
+        out.zero_()
+        return out if seqlen_dim == 1 else out.transpose(1, 2), None if sums is None else sums.fill_(-math.inf)
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         raise Decline("q, k or v does not start at a multiple of 16 bytes")
     pairs = batch * heads_kv
@@ -83,7 +86,7 @@ def decode(
         launch(*tensors, scratch, *numbers)
     else:
         launch(*tensors, sums, scratch, *numbers)
-    return out.transpose(1, 2), sums
+    return out if seqlen_dim == 1 else out.transpose(1, 2), sums
 
 
 def flattened(mask: Tensor) -> tuple[str, Tensor]:
@@ -101,6 +104,7 @@ def load(
     dtype: str, head_dim: int, head_dim_v: int, rows: int, mask: str, lse: bool, device: torch.device
 ) -> tuple[Callable[..., Any], DecodeConfig, int]:
     """(launch function, configuration, CTAs that run at once). Raises Decline where there is no such kernel."""
+    on_cuda(device)
     arch = archs.dispatch_arch(device)
     config = decode_config(dtype, head_dim, head_dim_v, rows, mask, lse, arch)
     if config is None:
@@ -109,6 +113,12 @@ def load(
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     return function(Kernel(FAMILY, KERNEL, config), archs.compile_target(arch)), config, slots_of(config, index)
+
+
+def on_cuda(device: torch.device) -> None:
+    """Decline everything else."""
+    if device.type != "cuda":
+        raise Decline(f"the attention kernels take CUDA tensors, these are on {device.type}")
 
 
 def slots_of(config: DecodeConfig, index: int) -> int:

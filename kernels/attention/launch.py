@@ -46,8 +46,7 @@ def facts_of(
 
 def config_of(facts: AttentionFacts, device: torch.device) -> FwdConfig | DecodeConfig:
     """What plan() chose. Raises Decline if nothing serves the call."""
-    if device.type != "cuda":
-        raise Decline(f"the attention kernels take CUDA tensors, these are on {device.type}")
+    decoding.on_cuda(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     config = _choices.get((facts, index))
     if config is None:
@@ -70,11 +69,16 @@ def run(
     causal: str = "none",
     window: tuple[int, int] | None = None,
     scale: float | None = None,
+    seqlen_dim: int = 2,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None) of a call that `config` serves, whichever kernel it belongs to; laid out as `forward` says."""
+    """(out, lse or None) of a call that plan() gave `config` for, whichever kernel it belongs to.
+
+    out is (batch, heads, seqlen_q, head_dim_v), or with `seqlen_dim=1` (batch, seqlen_q, heads, head_dim_v), which is
+    how it lies in memory. Raises Decline on anything but CUDA, and as `forward` does.
+    """
     if isinstance(config, DecodeConfig):
-        return decode(q, k, v, mask=mask, causal=causal, scale=scale, lse=config.lse)
-    return forward(config, q, k, v, causal=causal, window=window, scale=scale)
+        return decode(q, k, v, mask=mask, causal=causal, scale=scale, lse=config.lse, seqlen_dim=seqlen_dim)
+    return forward(config, q, k, v, causal=causal, window=window, scale=scale, seqlen_dim=seqlen_dim)
 
 
 def forward(
@@ -86,23 +90,26 @@ def forward(
     causal: str = "none",
     window: tuple[int, int] | None = None,
     scale: float | None = None,
+    seqlen_dim: int = 2,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None) of a call that `config` serves; out is (batch, heads, seqlen_q, head_dim_v), contiguous as
-    (batch, seqlen_q, heads, head_dim_v), the layout in which model code goes on.
+    """(out, lse or None) of a call that `config` serves; out is contiguous as (batch, seqlen_q, heads, head_dim_v), the
+    layout in which model code goes on, and a view of that with seqlen_q in dimension 2 unless `seqlen_dim` is 1.
 
     Raises Decline during graph capture if the kernel is not loaded yet.
     """
     batch, heads, seqlen_q, head_dim = q.shape
     seqlen_k = k.shape[2]
     index = q.get_device()
-    found = _loaded.get((config, index))
-    launch, ctas = found if found is not None else _load(config, q.device, index)
-    out = q.new_empty(batch, seqlen_q, heads, v.shape[3]).transpose(1, 2)
+    loaded = _loaded.get((config, index))
+    launch, ctas = loaded if loaded is not None else _load(config, q.device, index)
+    stored = q.new_empty(batch, seqlen_q, heads, v.shape[3])
+    out = stored.transpose(1, 2)
+    found = out if seqlen_dim == 2 else stored
     lse = q.new_empty(batch, heads, seqlen_q, dtype=torch.float32) if config.lse else None
     if seqlen_k == 0:
-        return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
+        return found.zero_(), None if lse is None else lse.fill_(-torch.inf)
     if batch == 1 or heads == 1 or seqlen_q == 1 or seqlen_k == 1 or k.shape[1] == 1:
-        q, k, v, out = reachable(q), reachable(k), reachable(v), reachable(out)
+        q, k, v = reachable(q, k, v)
     offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
     left, right = bounds(causal, window)
     numbers = (head_dim**-0.5 if scale is None else scale, offset, left, right, ctas)
@@ -110,10 +117,11 @@ def forward(
         launch(q, k, v, out, *numbers)
     else:
         launch(q, k, v, out, lse, *numbers)
-    return out, lse
+    return found, lse
 
 
 def _load(config: FwdConfig, device: torch.device, index: int) -> tuple[Callable[..., Any], int]:
+    decoding.on_cuda(device)
     target = archs.compile_target(archs.dispatch_arch(device))
     ctas = sm_count(index) if config.persistent else EVERY
     _loaded[config, index] = loaded = function(Kernel(FAMILY, "sm90_fwd", config), target), ctas
@@ -128,14 +136,21 @@ def bounds(causal: str, window: tuple[int, int] | None) -> tuple[int, int]:
     return FAR if left < 0 else min(left, FAR), FAR if right < 0 else min(right, FAR)
 
 
-def reachable(t: Tensor) -> Tensor:
+def reachable(*tensors: Tensor) -> list[Tensor]:
     """The same elements, with a stride that TMA takes where a dimension of size 1 has any other."""
-    strides = t.stride()
-    if strides[3] == 1 and not (strides[0] | strides[1] | strides[2]) % 8:
-        return t
-    shape = t.shape
-    fixed = [s if n > 1 else -(-shape[3] // 8) * 8 for n, s in zip(shape[:3], strides[:3], strict=True)]
-    return t.as_strided(shape, (*fixed, 1))
+    bits = 0
+    for t in tensors:
+        strides = t.stride()
+        bits |= strides[0] | strides[1] | strides[2]
+    if not bits % 8:
+        return list(tensors)
+    found = []
+    for t in tensors:
+        shape = t.shape
+        step = -(-shape[3] // 8) * 8
+        fixed = [s if n > 1 else step for n, s in zip(shape[:3], t.stride()[:3], strict=True)]
+        found.append(t.as_strided(shape, (*fixed, 1)))
+    return found
 
 
 def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from accel import serve
-from accel.kernels.attention import AttentionFacts, attention, plan, read
+from accel.kernels.attention import AttentionFacts, launch, plan, read
 from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
 from accel.state import TargetState
@@ -59,7 +59,7 @@ class Native:
         if type(is_causal) is not bool:
             raise Decline(f"is_causal is a {type(is_causal).__name__}, not a bool")
         sdpa.call(dropout_p, scale)
-        device = checks.plain(query=query, key=key, value=value, attn_mask=attn_mask)
+        device = sdpa.device_of(query, key, value, "attn_mask", attn_mask)
         sdpa.ambient(query)
         needs_grad = checks.needs_grad(query, key, value, attn_mask)
         causal = "top_left" if is_causal else "none"
@@ -90,9 +90,9 @@ class Native:
         if attn_mask is not None and attn_mask.dim() == 2:
             attn_mask = attn_mask[:, None, None]
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        out = attention(q, k, v, mask=attn_mask, causal=is_causal, scale=scale)
-        assert isinstance(out, torch.Tensor)
-        return out.transpose(1, 2)
+        causal = "top_left" if is_causal else "none"
+        config: Any = choice.config
+        return launch.run(config, q, k, v, mask=attn_mask, causal=causal, scale=scale, seqlen_dim=1)[0]
 
     def compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Upstream's own code, which Dynamo traces."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from accel import serve
-from accel.kernels.attention import AttentionFacts, attention, plan, read
+from accel.kernels.attention import AttentionFacts, launch, plan, read
 from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
 from accel.state import TargetState
@@ -78,7 +78,7 @@ class Sdpa:
         group = getattr(module, "num_key_value_groups", 1)
         if type(group) is not int:
             raise Decline(f"num_key_value_groups is a {type(group).__name__}, not an int")
-        device = checks.plain(query=query, key=key, value=value, attention_mask=attention_mask)
+        device = sdpa.device_of(query, key, value, "attention_mask", attention_mask)
         sdpa.ambient(query)
         causal = _causal(module, query, attention_mask, is_causal)
         needs_grad = checks.needs_grad(query, key, value, attention_mask)
@@ -111,9 +111,9 @@ class Sdpa:
         causal = _causal(module, query, attention_mask, is_causal)
         if causal == "top_left" and key.size(2) > query.size(2):
             key, value = key[:, :, : query.size(2)], value[:, :, : query.size(2)]
-        out = attention(query, key, value, mask=attention_mask, causal=causal, scale=scaling)
-        assert isinstance(out, torch.Tensor)
-        return out.transpose(1, 2).contiguous(), None
+        config: Any = choice.config
+        out, _ = launch.run(config, query, key, value, mask=attention_mask, causal=causal, scale=scaling, seqlen_dim=1)
+        return out, None
 
     def compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Upstream's own code, which Dynamo traces."""

@@ -326,6 +326,37 @@ def test_a_kernel_that_declines_late_leaves_the_call_to_upstream(
 # --- Backends -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("masked", "is_causal"), [(False, False), (False, True), (True, False)])
+def test_run_hands_the_kernel_what_upstream_computes(
+    masked: bool, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(
+        config: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        mask: torch.Tensor | None,
+        causal: str,
+        scale: float | None,
+        seqlen_dim: int,
+    ) -> tuple[torch.Tensor, None]:
+        assert config == "planned" and seqlen_dim == 1 and causal in ("none", "top_left")
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal == "top_left", scale=scale
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    monkeypatch.setattr(attention.launch, "run", kernel)
+    print("seed", SEED)
+    torch.manual_seed(SEED)
+    call = tensors()
+    mask = torch.rand(2, call["key"].size(1)) > 0.3 if masked else None
+    choice = Choice("attention", "sm90_fwd", "planned")
+    ours = attention.Native().run(choice, **call, attn_mask=mask, is_causal=is_causal, scale=0.3)
+    assert torch.equal(ours, upstream(**call, attn_mask=mask, is_causal=is_causal, scale=0.3))
+
+
 @torch.no_grad()
 def test_a_padding_mask_counts_and_positional_calls_work(on: serve.ServedCall) -> None:
     call = tensors()

@@ -502,17 +502,27 @@ def test_run_hands_the_kernel_what_upstream_computes(
     lengths: tuple[int, int], mask: bool, is_causal: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kernel(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: str, scale: float
-    ) -> torch.Tensor:
+        config: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        mask: torch.Tensor | None,
+        causal: str,
+        scale: float,
+        seqlen_dim: int,
+    ) -> tuple[torch.Tensor, None]:
+        assert config == "planned" and seqlen_dim == 1
         assert k.size(1) == 2, "k and v are handed over unrepeated"
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         assert causal in ("none", "top_left")
-        return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal == "top_left", scale=scale)
+        out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal == "top_left", scale=scale)
+        return out.transpose(1, 2).contiguous(), None
 
-    monkeypatch.setattr(attention, "attention", kernel)
+    monkeypatch.setattr(attention.launch, "run", kernel)
     q, k, v = tensors(lengths=lengths)
     seen = torch.rand(2, 1, *lengths) > 0.3 if mask else None
-    layer, choice = Layer(), Choice("attention", "sm90_fwd")
+    layer, choice = Layer(), Choice("attention", "sm90_fwd", "planned")
     ours, weights = attention.Sdpa().run(choice, layer, q, k, v, seen, scaling=0.3, is_causal=is_causal)
     theirs, _ = upstream(layer, q, k, v, seen, scaling=0.3, is_causal=is_causal)
     assert weights is None and ours.shape == theirs.shape and ours.is_contiguous()
