@@ -328,6 +328,17 @@ class Machine:
     def _op_shr(self, parts, o):  # type: ignore[no-untyped-def]
         return self._compute(o[0], (parts[-1], "u32"), o[1:], lambda a, n: shift(a, n, np.right_shift))
 
+    def _op_shf(self, parts, o):  # type: ignore[no-untyped-def]
+        if parts[:2] != ["r", "wrap"]:
+            raise EmulationError(f"shf.{'.'.join(parts)} is not modelled")
+        wide = np.uint64
+
+        def funnel(low: np.ndarray, high: np.ndarray, n: np.ndarray) -> np.ndarray:
+            pair = low.astype(wide) | high.astype(wide) << wide(32)
+            return (pair >> (n & np.uint32(31)).astype(wide)).astype(np.uint32)
+
+        return self._compute(o[0], ("u32",) * 3, o[1:], funnel)
+
     def _op_popc(self, parts, o):  # type: ignore[no-untyped-def]
         return self._compute(o[0], ("u32",), o[1:], lambda a: np.array([int(v).bit_count() for v in a], np.uint32))
 
