@@ -5,6 +5,8 @@
 
 `upstream` is torch's scaled_dot_product_attention with its default backend, k and v repeated to all heads or grouped by
 torch as transformers does; inputs are the transposed (batch, seqlen, heads, head_dim) views that models pass.
+`new_length_prefill_d128` is the wall time of a call with a length that was not seen before, the device included. Calls
+with masks are in attention_masks.py, decode in attention_decode.py, the first call of a process in attention_cold.py.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,9 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel.kernels.attention import attention, launch
 from accel.kernels.attention.config import FwdConfig
-from accel.kernels.runtime.compile import source_digest
 from accel.outcome import Decline
-from benchmarks.timing import Rows, clocks, device_times, host_times, rotations
+from accel.source_hash import source_hash
+from benchmarks.timing import Quantiles, Rows, clocks, device_times, host_times, rotations
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,19 @@ CASES = {
 }
 
 
-def inputs(shape: Shape, turns: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    def draw(heads: int, size: int) -> torch.Tensor:
-        made = torch.randn(shape.batch, shape.seqlen, heads, size, device="cuda", dtype=torch.bfloat16)
-        return made.transpose(1, 2)
+def draw(batch: int, seqlen: int, heads: int, size: int) -> torch.Tensor:
+    """(batch, heads, seqlen, size), in memory (batch, seqlen, heads, size)."""
+    return torch.randn(batch, seqlen, heads, size, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
+
+def inputs(shape: Shape, turns: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
+    s = shape
     return [
         (
-            draw(shape.heads_q, shape.head_dim),
-            draw(shape.heads_kv, shape.head_dim),
-            draw(shape.heads_kv, shape.head_dim_v),
+            draw(s.batch, s.seqlen, s.heads_q, s.head_dim),
+            draw(s.batch, s.seqlen, s.heads_kv, s.head_dim),
+            draw(s.batch, s.seqlen, s.heads_kv, s.head_dim_v),
         )
         for _ in range(turns)
     ]
@@ -112,6 +117,11 @@ def providers(shape: Shape, made: list[Any]) -> dict[str, Callable[[int], Any]]:
     flash_attn_func = flash_attention_4()
     if flash_attn_func is not None:
         found["flash_attn_4"] = lambda i: flash_attn_func(*[t.transpose(1, 2) for t in made[i]], causal=shape.causal)
+    return runnable(found)
+
+
+def runnable(found: dict[str, Callable[[int], Any]]) -> dict[str, Callable[[int], Any]]:
+    """Those that take the call; of the others, why not."""
     for name, call in list(found.items()):
         try:
             with warnings.catch_warnings():
@@ -122,7 +132,7 @@ def providers(shape: Shape, made: list[Any]) -> dict[str, Callable[[int], Any]]:
             print(f"{name} is left out: {declined}", flush=True)
             del found[name]
         except Exception as error:
-            if name == "accel":
+            if name in ("accel", "upstream"):
                 raise
             print(f"{name} is left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
             del found[name]
@@ -143,6 +153,35 @@ def measure(rows: Rows, case: str, rounds: int) -> None:
         f"{name} {q.p50:7.4f} ms {shape.flops / q.p50 / 1e9:5.0f} TF {theirs / q.p50:4.2f}x"
         for name, q in times.items()
     )
+    print(f"{case:34} {text}", flush=True)
+
+
+def new_lengths(rows: Rows, lengths: int = 8) -> None:
+    """A causal prefill of 1000, 1007, ... tokens: torch's default plans each length for tens of milliseconds."""
+    case, run = "new_length_prefill_d128", rows.run_id()
+
+    def upstream(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return upstream(q, k, v)
+
+    calls = {"accel": functools.partial(attention, causal=True), "upstream": upstream, "torch_flash": torch_flash}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(-2, lengths):  # the first two load what there is to load
+        for name, call in calls.items():
+            made = inputs(Shape(1, 1000 + 7 * i, 32, 8, 128, 128, True), 1)[0]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call(*made)
+            torch.cuda.synchronize()
+            if i >= 0:
+                samples[name].append((time.perf_counter() - start) * 1e3)
+    times = {name: Quantiles.of(values) for name, values in samples.items()}
+    for name, q in times.items():
+        rows.add(case, name, "first_call", q, run)
+    text = "  ".join(f"{name} {q.p50:8.3f} ms ({q.p50 / times['accel'].p50:6.1f}x)" for name, q in times.items())
     print(f"{case:34} {text}", flush=True)
 
 
@@ -245,12 +284,13 @@ def main() -> None:
     if args.sweep:
         sweep(args.case or CASES, args.rounds)
         return
-    rows = Rows(
-        "benchmarks/ops/attention.py", source_digest("attention", "sm90_fwd")[:16], f"torch {torch.__version__}"
-    )
+    rows = Rows("benchmarks/ops/attention.py", source_hash("attention", "sm90_fwd"), f"torch {torch.__version__}")
     print(f"{rows.gpu}, torch {torch.__version__}, {clocks()}", flush=True)
     for case in args.case or CASES:
         measure(rows, case, args.rounds)
+    if not args.case:
+        with torch.no_grad():
+            new_lengths(rows)
     host(rows)
     print(clocks())
     if args.out:
