@@ -38,8 +38,16 @@ RING = ("producer_acquire", "consumer_wait", "consumer_release")
 def function(kernel: runtime.Kernel, target: str, most: int) -> Callable[..., Any]:
     """The launch function of `kernel` with sleeps of up to about `most` nanoseconds, a power of two.
 
-    Kept in the cache of compiled kernels, as others are. Raises CompileError.
+    Raises CompileError.
     """
+    path = build(kernel, target, most)
+    module = importlib.import_module("cutlass.cute").runtime.load_module(str(path), enable_tvm_ffi=True)
+    loaded: Callable[..., Any] = getattr(module, runtime.FUNCTION)
+    return loaded
+
+
+def build(kernel: runtime.Kernel, target: str, most: int) -> Path:
+    """The object file, kept in the cache of compiled kernels as others are; no GPU is needed."""
     key = hashlib.sha256(f"{runtime.cache_key(kernel, target)} delayed {most} {_own_source()}".encode()).hexdigest()
 
     def write(path: Path) -> None:
@@ -47,10 +55,7 @@ def function(kernel: runtime.Kernel, target: str, most: int) -> Callable[..., An
             compiled = runtime._compile(kernel, target)
         compiled.export_to_c(str(path), function_name=runtime.FUNCTION)
 
-    stored = cache.load(key) or cache.store(key, write)
-    module = importlib.import_module("cutlass.cute").runtime.load_module(str(stored), enable_tvm_ffi=True)
-    loaded: Callable[..., Any] = getattr(module, runtime.FUNCTION)
-    return loaded
+    return cache.load(key) or cache.store(key, write)
 
 
 @contextmanager
