@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.kernels.attention import AttentionFacts, attention, launch, plan
+from accel.kernels.attention import decode as decoding
 from accel.kernels.attention.cases import FWD_CASES, LAYOUTS, Case, laid_out
-from accel.kernels.attention.config import SMEM
+from accel.kernels.attention.config import SMEM, FwdConfig
 from accel.kernels.attention.plan import forward_config
 from accel.kernels.attention.reference import attention_ref, visible
 from accel.outcome import Choice, Decline, Declined
@@ -204,6 +205,22 @@ def test_without_keys_nothing_is_launched(seen_launches: list[tuple[Any, ...]]) 
     q, k = torch.randn(1, 2, 20, 64, dtype=torch.float16), torch.randn(1, 2, 0, 64, dtype=torch.float16)
     out, lse = attention(q, k, k, return_lse=True)
     assert not seen_launches and (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_what_is_declined_on_the_way_to_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plan refuses, and what only an address or a direct call of a kernel shows."""
+    monkeypatch.setattr(launch.archs, "dispatch_arch", lambda device: "sm_90")
+    gpu = torch.device("cuda:0")
+    with pytest.raises(Decline, match="dtype=float32: only bfloat16 and float16"):
+        launch.config_of(AttentionFacts(**{**GOOD, "dtype": "float32"}), gpu)
+    assert isinstance(launch.config_of(AttentionFacts(**GOOD), gpu), FwdConfig)
+    with pytest.raises(Decline, match="no decode kernel on sm_90 for float32, head dims 128 and 128, 4 packed rows"):
+        decoding.load("float32", 128, 128, 4, "none", False, gpu)
+    monkeypatch.setattr(decoding, "load", lambda *what: (lambda *args: None, None, 132))
+    monkeypatch.setattr(decoding, "_loaded", {})
+    odd = torch.empty(1 * 2 * 8 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 2, 8, 64)
+    with pytest.raises(Decline, match="q, k or v does not start at a multiple of 16 bytes"):
+        decoding.decode(torch.empty(1, 4, 1, 64, dtype=torch.bfloat16), odd, odd)
 
 
 def test_user_errors() -> None:

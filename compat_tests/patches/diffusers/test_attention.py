@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,10 @@ import pytest
 import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel import serve, testing
@@ -266,6 +271,35 @@ def test_context_parallel_attention_is_declined(on: serve.ServedCall, monkeypatc
     assert STATE.declined == {"the attention is spread over ranks by a parallel configuration": 1}
 
 
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        ("query is a _Subclass, not a plain tensor", {"query": lambda x: x.as_subclass(_Subclass)}),
+        ("key is a view that is negated when read", {"key": torch._neg_view}),
+        ("query has layout torch.sparse_coo", {"query": torch.Tensor.to_sparse}),
+        ("value is on device meta", {"value": lambda x: x.to("meta")}),
+        ("q, k, v have 3, 4, 4 dimensions, not 4", {"query": lambda x: x[0]}),
+        ("k is (2, 8, 4, 64), v (2, 7, 4, 64): they differ before the last dimension", {"value": lambda x: x[:, 1:]}),
+        ("batch 1 of q is not batch 2 of k and v", {"query": lambda x: x[:1]}),
+        ("q is float32, k float64, v float32", {"key": torch.Tensor.double}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_tensors_that_no_kernel_takes(reason: str, change: dict[str, Any], on: serve.ServedCall) -> None:
+    call = tensors()
+    call.update({name: made(call[name]) for name, made in change.items()})
+    if reason == "value is on device meta":
+        reason = "value is on meta, other tensors on cpu"
+    assert on.decide((), call, ARCH)[0] == Declined(reason)
+
+
+def test_nested_tensors_are_declined(on: serve.ServedCall) -> None:
+    for layout, reason in ((torch.strided, "query is a nested tensor"), (torch.jagged, "query is a NestedTensor")):
+        nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+        decision = on.decide((), {"query": nested, "key": nested, "value": nested}, ARCH)[0]
+        assert isinstance(decision, Declined) and decision.reason.startswith(reason)
+
+
 #: (reason, keywords of `tensors`, what else): reached on fake CUDA tensors.
 GPU: list[tuple[Declined, dict[str, Any], dict[str, Any]]] = [
     (NONE_YET, {}, {}),
@@ -310,17 +344,95 @@ def test_the_layout_is_read_in_diffusers_order(on: serve.ServedCall) -> None:
         )
 
 
-@torch.no_grad()
-def test_a_kernel_that_declines_late_leaves_the_call_to_upstream(
-    on: serve.ServedCall, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def chosen(on: serve.ServedCall, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A plan that would serve every call."""
     monkeypatch.setattr(on.adapter, "plan", lambda facts, arch: Choice("attention", "any_fwd"))
     monkeypatch.setattr(serve.certificates, "check", lambda *args, **kwargs: None)
     on.plans.clear()
+    yield
+    on.plans.clear()
+
+
+@torch.no_grad()
+def test_a_kernel_that_declines_late_leaves_the_call_to_upstream(chosen: None) -> None:
     call = tensors()
     assert torch.equal(entry()(**call), upstream(**call))
     assert STATE.declined == {"the attention kernels take CUDA tensors, these are on cpu": 1}
-    on.plans.clear()
+
+
+def test_what_watches_the_operators_declines_a_launch(chosen: None) -> None:
+    class Watcher(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    call = tensors()
+    q = call.pop("query")
+
+    def weighted(q: torch.Tensor, function: Callable[..., Any] | None = None) -> torch.Tensor:
+        return (function or entry())(query=q, **call).square().sum()
+
+    with Watcher():
+        weighted(q)
+    with Counter():
+        weighted(q)
+    with forward_ad.dual_level():
+        weighted(q)
+    reasons = {
+        "a torch function mode is active: Watcher": 1,
+        "a torch dispatch mode is active": 1,
+        "inside forward-mode differentiation": 1,
+    }
+    assert STATE.declined == reasons
+    for transform in (torch.func.vmap, torch.func.grad, torch.func.jacrev):
+        given = q[None] if transform is torch.func.vmap else q
+        ours, theirs = transform(weighted)(given), transform(partial(weighted, function=upstream))(given)
+        assert torch.equal(ours, theirs)
+    assert STATE.declined == {**reasons, "inside a functorch transform (vmap, grad, ...)": 3}
+
+
+def test_autocast_and_torch_s_own_choice(on: serve.ServedCall, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda.mode, torch.device("cuda:0"):
+        call = {name: x.bfloat16() for name, x in tensors().items()}
+    with sdpa_kernel(SDPBackend.MATH):
+        decision = on.decide((), call, ARCH)[0]
+    assert decision == Declined("torch is told to use no attention backend but its math one")
+    # what torch.autocast("cuda") does where there is a GPU; without one it warns and does nothing
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float16)
+    assert on.decide((), call, ARCH)[0] == Declined("autocast to float16 is on, the tensors are bfloat16")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    assert on.decide((), call, ARCH)[0] == NONE_YET
+
+
+def test_a_replaced_torch_attention_is_declined(on: serve.ServedCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = torch.nn.functional.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda **kw: calls.append(kw) or original(**kw)
+    )
+    entry()(**tensors())
+    assert len(calls) == 1
+    reason = "torch.nn.functional.scaled_dot_product_attention was replaced by somebody else"
+    assert STATE.declined == {reason: 1}
+
+
+@torch.no_grad()
+def test_exporting_and_tracing_take_upstreams_code(on: serve.ServedCall) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return dispatch_attention_fn(query, key, value)
+
+    call = tuple(tensors().values())
+    program = torch.export.export(Module(), call)
+    assert torch.equal(program.module()(*call), upstream(*call))
+    assert not STATE.served and not STATE.declined
+    traced = torch.jit.trace(lambda *call: entry()(*call), call, check_trace=False)
+    assert torch.equal(traced(*call), upstream(*call))
+    assert STATE.declined == {"torch.jit is tracing": 1}
 
 
 # --- Backends -----------------------------------------------------------------------------------------------------
