@@ -22,6 +22,12 @@ def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
 
     "any_decode" takes up to 16 q positions, on every arch. "sm90_fwd" takes more: below, its tiles of 64 queries would
     be mostly empty, and it does not split a long row of keys over the GPU.
+
+    Lengths do not decide. For a length that it has not seen upstream plans for 30 to 130 ms; for a length that it has,
+    not at all; and which of the two a call is, only upstream knows. Generation and serving are made of new lengths, so
+    what is served is served at every length: dtypes, head dims and mask kinds for which the kernel is never more than
+    10% slower on a seen length, as measured (benchmarks/notes/attention.md). Where it loses by more, upstream runs. So
+    no value on the device is read, and nothing is remembered about lengths that could grow.
     """
     if arch == archs.CPU:
         return Declined("upstream's own code serves a CPU")
