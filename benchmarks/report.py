@@ -22,6 +22,13 @@ from accel.certificates import read as read_certificates  # noqa: E402 - a check
 
 CERTIFICATES = ROOT / "kernels" / "certificates"
 RESULTS = ROOT / "benchmarks" / "results"
+#: The kernels that a benchmark's rows are about, where those are not all of the family.
+KERNELS = {
+    "benchmarks/ops/attention.py": {"sm90_fwd"},
+    "benchmarks/ops/attention_cold.py": {"sm90_fwd", "any_decode"},
+    "benchmarks/ops/attention_decode.py": {"any_decode"},
+    "benchmarks/ops/attention_masks.py": {"sm90_fwd"},
+}
 BEGIN, END = "<!-- benchmark table: made by benchmarks/report.py -->", "<!-- end of benchmark table -->"
 
 
@@ -30,6 +37,7 @@ class Comparison:
     """accel beside upstream for one case and pass, in the rows' unit."""
 
     family: str
+    bench: str
     gpu: str
     case: str
     passes: str
@@ -37,6 +45,7 @@ class Comparison:
     accel: float
     upstream: float
     floor: float | None
+    peer: tuple[str, float] | None = None  #: the fastest of the others that were timed with them
 
     @property
     def speed(self) -> float:
@@ -60,38 +69,60 @@ def comparisons(path: Path) -> list[Comparison]:
         ours, theirs = rows["accel"], rows["upstream"]
         if ours["run"] != theirs["run"]:
             raise ValueError(f"{path}: {case} {passes}: accel and upstream come from different runs")
-        floor = rows.get("floor")
-        result.append(
-            Comparison(
-                path.stem, ours["gpu"], case, passes, ours["unit"], ours["p50"], theirs["p50"], floor and floor["p50"]
-            )
-        )
+        others = [
+            (row["p50"], provider)
+            for provider, row in rows.items()
+            if row["run"] == ours["run"] and provider not in ("upstream", "floor") and not provider.startswith("accel")
+        ]
+        peer = min(others)[::-1] if others else None
+        floor = rows["floor"]["p50"] if "floor" in rows else None
+        what = (path.stem, ours["bench"], ours["gpu"], case, passes, ours["unit"])
+        result.append(Comparison(*what, ours["p50"], theirs["p50"], floor, peer))
     return result
 
 
 def table(rows: Iterable[Comparison]) -> str:
     """A Markdown table."""
-    lines = ["| case | pass | upstream | accel | speed | of the memory floor |", "|---|---|---|---|---|---|"]
+    rows = list(rows)
+    peers = any(row.peer for row in rows)
+    columns = ["case", "pass", "upstream", "accel", "speed", *(["best other"] if peers else []), "of the memory floor"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
-        floor = f"{row.floor / row.accel:.0%}" if row.floor else ""
-        lines.append(
-            f"| `{row.case}` | {row.passes} | {row.upstream:.3g} {row.unit} | {row.accel:.3g} {row.unit} "
-            f"| {row.speed:.2f}x | {floor} |"
-        )
+        cells = [f"`{row.case}`", row.passes, shown(row.upstream, row.unit), shown(row.accel, row.unit)]
+        cells.append(f"{row.speed:.2f}x" if row.speed < 100 else f"{row.speed:.0f}x")
+        if peers:
+            cells.append(f"{row.peer[0]} {shown(row.peer[1], row.unit)}" if row.peer else "")
+        cells.append(f"{row.floor / row.accel:.0%}" if row.floor else "")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def shown(value: float, unit: str) -> str:
+    """Three digits, and seconds instead of thousands of milliseconds."""
+    if unit == "ms" and value >= 1000:
+        value, unit = value / 1000, "s"
+    return f"{value:.3g} {unit}"
+
+
 def plot(rows: list[Comparison], path: Path) -> None:
-    """One bar per case and pass: how many times faster than upstream."""
+    """One bar per case and pass: how many times faster than upstream. First calls of a process are no speed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rows = [row for row in rows if row.passes != "cold_start"]
     labels = [f"{row.case}  {row.passes}" for row in rows]
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.32 * len(rows)))
     bars = axes.barh(labels, [row.speed for row in rows], color="#3b6ea8")
-    axes.bar_label(bars, labels=[f"{row.speed:.2f}x" for row in rows], padding=3, fontsize=8)
+    axes.bar_label(
+        bars,
+        labels=[f"{row.speed:.2f}x" if row.speed < 100 else f"{row.speed:.0f}x" for row in rows],
+        padding=3,
+        fontsize=8,
+    )
+    if max(row.speed for row in rows) > 30:  # a new length is; on a linear axis nothing else would be seen
+        axes.set_xscale("log")
     axes.axvline(1, color="#888888", linewidth=1)
     axes.invert_yaxis()
     axes.set_xlabel("times faster than upstream (1 = the same)")
@@ -105,11 +136,16 @@ def plot(rows: list[Comparison], path: Path) -> None:
     pyplot.close(figure)
 
 
-def served_comparisons(results: Path = RESULTS) -> list[Comparison]:
-    """Those of whole models, and of the families whose kernels serve today: the ones with a certificate."""
-    certified = {c.family for path in CERTIFICATES.glob("*.json") for c in read_certificates(path)}
-    files = [results / "h200" / f"{name}.jsonl" for name in ("models", *sorted(certified))]
-    return [row for path in files if path.exists() for row in comparisons(path)]
+def served_comparisons(results: Path = RESULTS, certificates: Path = CERTIFICATES) -> list[Comparison]:
+    """Those of whole models, and of the kernels that serve today: the ones with a certificate."""
+    kernels: dict[str, set[str]] = defaultdict(set)
+    for path in certificates.glob("*.json"):
+        for certificate in read_certificates(path):
+            if certificate.failure is None:
+                kernels[certificate.family].add(certificate.kernel)
+    files = [results / "h200" / f"{name}.jsonl" for name in ("models", *sorted(kernels))]
+    rows = [row for path in files if path.exists() for row in comparisons(path)]
+    return [row for row in rows if KERNELS.get(row.bench, set()) <= kernels.get(row.family, set())]
 
 
 def write_readme(rows: list[Comparison], readme: Path) -> None:
@@ -127,7 +163,7 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="print every result file's table and write nothing")
     options = parser.parse_args()
     rows = served_comparisons()
-    if not rows:
+    if not rows and not options.print:
         raise SystemExit(f"no result rows under {RESULTS}")
     if options.print:
         for path in sorted(RESULTS.glob("h*/*.jsonl")):
