@@ -17,6 +17,7 @@ import functools
 import itertools
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -186,19 +187,49 @@ def new_lengths(rows: Rows, lengths: int = 8) -> None:
 
 
 def host(rows: Rows) -> None:
-    """Python and launch time of one call, on tensors too small to matter."""
-    made = inputs(Shape(1, 64, 2, 2, 128, 128, True), 1)
-    q, k, v = made[0]
-    calls = {
+    """Python and launch time of one call, on tensors too small to matter: of the op, and as transformers makes it."""
+    q, k, v = inputs(Shape(1, 64, 8, 2, 128, 128, True), 1)[0]
+    forward = {
         "accel": lambda: attention(q, k, v, causal=True),
-        "upstream": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "upstream": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
     }
-    with torch.no_grad():
-        times = host_times(calls)
-    run = rows.run_id()
-    for name, quantiles in times.items():
-        rows.add("b1_l64_h2_2_d128_causal", name, "host_us", quantiles, run, metric="forward", unit="us")
-    print("host " + "  ".join(f"{name} {q.p50:.1f} us" for name, q in times.items()), flush=True)
+    timed = [("b1_l64_h8_2_d128_causal", "forward", forward)]
+    try:
+        functions = served()
+    except ImportError as error:
+        print(f"the served call is left out: {error}", flush=True)
+    else:
+        layer, keywords = types.SimpleNamespace(num_key_value_groups=4), {"dropout": 0.0, "scaling": 128**-0.5}
+        for case, length in (("b1_l64_h8_2_d128_causal", 64), ("decode_b1_lk64_h8_2_d128", 1)):
+            calls = {
+                name: functools.partial(function, layer, q[:, :, :length], k, v, None, **keywords)
+                for name, function in functions.items()
+            }
+            timed.append((case, "served_call", calls))
+    for case, metric, calls in timed:
+        with torch.no_grad():
+            times = host_times(calls)
+        run = rows.run_id()
+        for name, quantiles in times.items():
+            rows.add(case, name, "host_us", quantiles, run, metric=metric, unit="us")
+        text = "  ".join(f"{name} {q.p50:.1f} us" for name, q in times.items())
+        print(f"host {metric} {case:30} {text}", flush=True)
+        if metric == "served_call" and calls["accel"].func.__accel__.state.declined:
+            print(f"  DECLINED: {calls['accel'].func.__accel__.state.declined}", flush=True)
+
+
+def served() -> dict[str, Callable[..., Any]]:
+    """transformers' function, and what stands for it while accel serves it, certified or not."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from accel import serve
+    from accel.patches.transformers.attention import Sdpa
+    from accel.state import STATES, TargetState, policy
+
+    policy.uncertified = True
+    state = TargetState(STATES["transformers.sdpa"].target)
+    state.on = True
+    return {"accel": serve.wrap(sdpa_attention_forward, Sdpa(), state), "upstream": sdpa_attention_forward}
 
 
 # --- Launch configurations side by side ----------------------------------------------------------------------------
