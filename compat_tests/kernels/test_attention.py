@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accel.kernels.attention import AttentionFacts, attention, launch, plan
 from accel.kernels.attention import decode as decoding
 from accel.kernels.attention.cases import FWD_CASES, LAYOUTS, Case, laid_out
-from accel.kernels.attention.config import SMEM, FwdConfig
+from accel.kernels.attention.config import KINDS, SMEM, FwdConfig
 from accel.kernels.attention.plan import forward_config
 from accel.kernels.attention.reference import attention_ref, visible
 from accel.outcome import Choice, Decline, Declined
@@ -41,10 +41,6 @@ DECLINES = (
     ({"needs_grad": True}, "a gradient is needed, and attention has no backward yet"),
     ({"dtype": "float32"}, "dtype=float32: only bfloat16 and float16"),
     ({"mask": "float b11k", "mask_layout": "rows"}, "an additive mask: only boolean ones"),
-    (
-        {"mask": "bool b1qk", "mask_layout": "rows"},
-        "a mask (bool b1qk): the sm_90 kernel has causality and windows only",
-    ),
     ({"head_dim": 264, "head_dim_v": 264}, "head_dim=264 > 256"),
     ({"head_dim": 100, "head_dim_v": 100}, "head_dim=100 is no multiple of 8"),
     ({"head_dim_v": 64}, "head_dim=128, head_dim_v=64: they may differ as 192 and 128 only"),
@@ -81,11 +77,13 @@ def test_serves_and_no_length_makes_a_new_kernel() -> None:
         assert isinstance(other, Choice) and other.config is chosen.config
     kinds = [({}, "full"), ({"causal": "top_left"}, "causal"), ({"causal": "bottom_right"}, "causal")]
     kinds += [({"window": (10, 0)}, "window"), ({"window": (10, -1), "causal": "top_left"}, "window")]
+    masked = {"mask": "bool b1qk", "mask_layout": "strided"}
+    kinds += [(masked, "mask"), ({**masked, "causal": "top_left", "window": (3, 0)}, "mask")]
     for changes, kind in kinds:
         assert plan(AttentionFacts(**{**GOOD, **changes}), "sm_90").config.kind == kind  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", ("full", "causal", "window"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_head_dim_has_a_configuration_that_fits(kind: str) -> None:
     for head_dim in range(8, 257, 8):
         for head_dim_v in {head_dim, 128 if head_dim == 192 else head_dim}:

@@ -26,6 +26,11 @@ CONFIGS = (
     (("float16", 128, 128, "window", True), {}),
     (("bfloat16", 192, 128, "causal", False), {}),
     (("bfloat16", 256, 256, "causal", False), {}),
+    (("bfloat16", 128, 128, "mask", False), {}),
+    (("bfloat16", 128, 128, "mask", False), AHEAD),
+    (("float16", 64, 64, "mask", True), {}),
+    (("bfloat16", 192, 128, "mask", False), {}),
+    (("bfloat16", 256, 256, "mask", False), {}),
 )
 
 
@@ -48,7 +53,7 @@ def test_attention(arguments: tuple[str, int, int, str, bool], changes: dict[str
     assert code.count("USETMAXREG") == 2
     # q @ k.T over head_dim and P @ v over the keys, 16 at a time: in every loop, the first before them, the last behind
     # them, with the next tile's first one where it is issued ahead (with or without keys in this tile).
-    loops = {"full": 1, "causal": 2, "window": 3}[c.kind]
+    loops = {"full": 1, "causal": 2, "window": 3, "mask": 2}[c.kind]
     ahead = 0 if not c.ahead else 1 if c.kind == "full" else 2
     firsts, lasts = 1 + loops + ahead, loops + 1 + (1 if c.ahead else 0)
     assert code.count("HGMMA") == c.padded // 16 * firsts + c.tile_n // 16 * lasts
@@ -65,7 +70,9 @@ def test_attention(arguments: tuple[str, int, int, str, bool], changes: dict[str
     assert code.count("UTMALDG") > 0 and code.count("UTMASTG") > 0
     assert code.count("STSM", "M88", "4") == c.padded_v // 16
     assert code.count("STG") == (2 if c.lse else 0)
-    assert code.count("LDG") == 0
+    # Counts and lists; of a partial tile, the bits of two rows a thread, in the first step and in the loop.
+    bits = code.count("LDG", "128" if c.tile_n == 128 else "64")
+    assert (code.count("LDG") > bits == 4) if c.kind == "mask" else code.count("LDG") == 0
 
 
 def test_the_softmax_stays_in_front_of_the_wait() -> None:
@@ -110,6 +117,8 @@ def test_configurations_refuse_what_no_kernel_is_made_for() -> None:
         ({"ahead": True, "own_out": False}, "own_out"),
         ({"by_fma": 5}, "by_fma"),
         ({"tile_n": 192, "stages": 3}, "shared memory"),
+        ({"kind": "mask", "tile_n": 80}, "got tiles of 128 x 80"),
+        ({"kind": "mask", "warpgroups": 3, "stages": 1}, "got tiles of 192 x 128"),
     ):
         with pytest.raises(ValueError, match=name):
             FwdConfig(**{**good, **wrong})

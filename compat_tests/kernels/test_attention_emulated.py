@@ -18,7 +18,7 @@ import torch
 from accel.kernels.attention.config import FwdConfig
 from accel.kernels.attention.launch import bounds
 from accel.kernels.attention.plan import forward_config
-from accel.kernels.attention.reference import attention_ref
+from accel.kernels.attention.reference import attention_ref, classified_ref
 from accel.kernels.blocks.gemm_config import GemmConfig
 from accel.kernels.runtime import compile as runtime
 from accel.kernels.runtime.emulate import pack_tensor
@@ -29,7 +29,7 @@ SMEM = 227 * 1024
 
 NEXT = {"persistent": True, "hold": True, "own_out": True, "ahead": True}  #: the overlap across tiles
 #: (dtype, head_dim, head_dim_v, kind), (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections, and
-#: what differs from the plan's configuration
+#: what differs from the plan's configuration; of a mask, which one
 CASES = (
     (("bfloat16", 128, 128, "full"), (1, 2, 1, 150, 300), "none", None, 1, {}),
     (("bfloat16", 128, 128, "causal"), (2, 4, 2, 200, 130), "bottom_right", None, 2, {}),
@@ -40,6 +40,10 @@ CASES = (
     (("bfloat16", 72, 72, "full"), (1, 1, 1, 130, 200), "none", None, 1, {}),
     (("bfloat16", 192, 128, "causal"), (1, 1, 1, 300, 100), "bottom_right", None, 1, {}),
     (("bfloat16", 256, 256, "causal"), (1, 2, 1, 200, 200), "top_left", None, 1, {}),
+    (("bfloat16", 128, 128, "mask"), (2, 2, 1, 260, 400), "random", None, 1, {}),
+    (("bfloat16", 128, 128, "mask"), (2, 2, 2, 200, 520), "random", None, 2, NEXT),
+    (("bfloat16", 64, 64, "mask"), (1, 2, 1, 150, 300), "keys", None, 1, {}),
+    (("float16", 256, 256, "mask"), (1, 1, 1, 140, 300), "random", None, 1, {}),
 )
 
 
@@ -62,6 +66,18 @@ def tensor_map(array: np.ndarray, t: torch.Tensor, rows: int, columns: int) -> T
 
 def ints(*values: int) -> bytes:
     return np.array(values, np.int32).tobytes()
+
+
+def mask_of(kind: str, shape: tuple[int, int, int, int], generator: torch.Generator) -> torch.Tensor:
+    """ "random": tiles of three kinds for each batch entry and a row without keys; "keys": the same for all queries."""
+    batch, _, seqlen_q, seqlen_k = shape
+    if kind == "keys":
+        return (torch.rand(batch, 1, 1, seqlen_k, generator=generator) < 0.8).expand(shape)
+    kinds = torch.randint(0, 3, (batch, -(-seqlen_q // 128), -(-seqlen_k // 128)), generator=generator)
+    kinds = kinds.repeat_interleave(128, 1)[:, :seqlen_q].repeat_interleave(128, 2)[:, :, :seqlen_k]
+    seen = (kinds == 1) | ((kinds == 2) & (torch.rand(kinds.shape, generator=generator) < 0.2))
+    seen[:, 5] = False
+    return seen[:, None].expand(shape)
 
 
 def name(case: tuple) -> str:
@@ -96,6 +112,12 @@ def test_attention(case: tuple, late: bool) -> None:
     sizes = [ints(t.shape[2], t.shape[1], t.shape[0]) for t, _, _ in tiles]
     parameters = [p for size in sizes for p in (b"", size)]
     parameters += [pack_tensor(memory.place(lse), lse.shape, (heads_q * seqlen_q, seqlen_q))]
+    mask = None
+    if c.kind == "mask":
+        mask, causal = mask_of(causal, (batch, heads_q, seqlen_q, seqlen_k), drawn), "none"
+        for t, symbolic in zip(classified_ref(mask), (3, 4, 4), strict=True):
+            address = memory.place(t.numpy())
+            parameters += [pack_tensor(address, t.shape[:symbolic], t.stride()[:-1])]
     parameters += [np.float32(c.head_dim**-0.5 * LOG2_E).tobytes()]
     parameters += [ints(0 if causal == "top_left" else seqlen_k - seqlen_q), *map(ints, bounds(causal, window))]
     parameters += [ints(blocks * batch * heads_q), *(p for n in numbers for p in (divisor(n), ints(n)))]
@@ -103,7 +125,7 @@ def test_attention(case: tuple, late: bool) -> None:
     machine.run(min(2, blocks * batch * heads_q), seed)
 
     got = torch.from_numpy(arrays[3].view(np.int16)).view(q.dtype).reshape(out.shape).double()
-    want, want_lse = attention_ref(q, k, v, causal=causal, window=window)
+    want, want_lse = attention_ref(q, k, v, mask=mask, causal=causal, window=window)
     assert not torch.isnan(got).any()
     assert (got - want).norm() <= (4e-3 if c.dtype == "bfloat16" else 5e-4) * want.norm()
     found = torch.from_numpy(lse).double()

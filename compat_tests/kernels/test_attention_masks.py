@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+import threading
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
+from accel.kernels.attention import launch, masks, plan
 from accel.kernels.attention.launch import bounds
+from accel.kernels.attention.mask_cases import MASKS, mask_of
 from accel.kernels.attention.mask_config import BLOCK, CHUNK, TILE, ClassifyConfig
-from accel.kernels.attention.reference import visible
+from accel.kernels.attention.reference import classified_ref, visible
 from accel.kernels.runtime import compile as runtime
+from accel.kernels.runtime import sass
 from accel.kernels.runtime.emulate import pack_tensor
 from accel.kernels.runtime.emulate_sm90 import HopperMachine, Memory
+
+# --- The kernel ----------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -36,11 +44,11 @@ def classified(
     mask: torch.Tensor, seqlen_q: int, causal: str, window: tuple[int, int] | None, access: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(counts, lists, bits) of a (batch, heads, rows, seqlen_k) mask of any strides, by the kernels' PTX."""
-    batch, heads, rows, seqlen_k = mask.shape
+    batch, heads, _, seqlen_k = mask.shape
     blocks, tiles, chunks = -(-seqlen_q // BLOCK), -(-seqlen_k // TILE), -(-seqlen_k // CHUNK)
     counts = np.full((batch, heads, blocks, 2), -7, np.int32)
     lists = np.full((batch, heads, blocks, tiles), -7, np.int32)
-    states = np.full((batch, heads, blocks, chunks), 0x77777777, np.uint32)
+    states = np.full((batch, heads, blocks, chunks), 0x77777777, np.int32)
     bit_rows = BLOCK if seqlen_q > 1 else 1
     bits = np.full((batch, heads, blocks, tiles, bit_rows, 4), 0x5A5A5A5A, np.uint32)
     memory = Memory()
@@ -78,26 +86,15 @@ def check(mask: torch.Tensor, seqlen_q: int, causal: str, window: tuple[int, int
     counts, lists, bits = classified(mask, seqlen_q, causal, window, access, seed)
     seen = mask.expand(batch, heads, seqlen_q, seqlen_k)
     allowed = visible(seqlen_q, seqlen_k, causal, window)
-    seen = (seen if allowed is None else seen & allowed).numpy()
-    tiles = lists.shape[3]
+    seen = seen if allowed is None else seen & allowed
+    want_counts, want_lists, want_bits = (t.numpy() for t in classified_ref(seen))
+    assert np.array_equal(counts, want_counts)
     for b, h, block in np.ndindex(counts.shape[:3]):
-        rows = seen[b, h, block * BLOCK : (block + 1) * BLOCK]
-        full, partial = [], []
-        for t in range(tiles):
-            part = rows[:, t * TILE : (t + 1) * TILE]
-            if part.all() and part.shape[1] == TILE:
-                full.append(t)
-            elif part.any():
-                partial.append(t)
-                words = bits[b, h, block, t]
-                unpacked = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").astype(bool)
-                wanted = np.zeros_like(unpacked)
-                wanted[: len(part), : part.shape[1]] = part
-                assert np.array_equal(unpacked, wanted)
-        found = lists[b, h, block]
-        assert counts[b, h, block].tolist() == [len(full), len(partial)]
-        assert found[: len(full)].tolist() == full
-        assert found[tiles - len(partial) :].tolist() == partial[::-1]
+        found, wanted = lists[b, h, block], want_lists[b, h, block]
+        assert np.array_equal(found[wanted >= 0], wanted[wanted >= 0])
+        for tile in found[len(found) - counts[b, h, block, 1] :]:
+            rows = bits.shape[4]
+            assert np.array_equal(bits[b, h, block, tile].view(np.int32), want_bits[b, h, block, tile, :rows])
 
 
 def blockwise(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
@@ -151,3 +148,216 @@ def test_classify_masks_over_keys() -> None:
 
 def test_classify_nothing() -> None:
     check(torch.zeros(1, 1, 130, 400, dtype=torch.bool), 130, "none", None, 2)
+
+
+def test_classify_the_cases() -> None:
+    """Every kind of mask of the attention cases, as the host hands it to the kernel."""
+    for kind in MASKS:
+        mask = mask_of(kind, 1, 2, 140, 260)
+        mask = mask[:, :1] if kind == "expanded" else mask
+        check(mask, 140 if mask.shape[2] > 1 else 1, "none", None, masks.access(mask))
+
+
+@pytest.mark.parametrize("target", ("sm_80", "sm_90a", "sm_100a"))
+def test_machine_code(target: str) -> None:
+    cubin = runtime.compile_only(runtime.Kernel("attention", "any_classify", ClassifyConfig()), target).cubin
+    codes = {code.name.split("_")[2]: code for code in sass.disassemble(cubin)}
+    assert all(code.spills == 0 for code in codes.values())
+    states = codes["states"]
+    assert states.registers * 256 * 2 <= 65536  # two CTAs an SM keep 128 KB of the mask under way
+    assert states.count("LDG", "128") == ClassifyConfig().rows
+    assert states.count("LDG") == ClassifyConfig().rows * 6 + 16
+    assert states.count("SHFL") == ClassifyConfig().rows // 2
+
+
+def test_configurations() -> None:
+    with pytest.raises(ValueError, match="warps must be 4, 8 or 16, got 3"):
+        ClassifyConfig(3)
+
+
+# --- What is kept --------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """Stands in for a GPU: counts classifications and says which stream and capture are current."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, ...]] = []
+        self.capture: int | None = 0
+        self.stream = 11
+
+    def classify(self, mask: torch.Tensor, batch: int, heads_q: int, seqlen_q: int, *numbers: int) -> masks.Lists:
+        self.made.append((seqlen_q, *numbers))
+        return tuple(torch.full((1,), len(self.made)) for _ in range(3))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    fake = Device()
+    monkeypatch.setattr(masks, "_classified", fake.classify)
+    monkeypatch.setattr(masks, "_place", lambda index: (fake.capture, fake.stream))
+    monkeypatch.setattr(masks, "load", lambda device: None)
+    masks.forget()
+    yield fake
+    masks.forget()
+
+
+def lists_of(mask: torch.Tensor, *numbers: int, reuse: bool = True) -> int:
+    """Which classification a call gets, counted from 1."""
+    return int(masks.tile_lists(mask, 2, 4, 40, *numbers, reuse=reuse)[0])
+
+
+def fresh() -> torch.Tensor:
+    return torch.ones(2, 1, 40, 60, dtype=torch.bool)
+
+
+def test_the_same_mask_is_classified_once(device: Device) -> None:
+    mask = fresh()
+    assert [lists_of(mask) for _ in range(3)] == [1, 1, 1]
+    assert lists_of(mask[:, :, :, :60]) == 1  # another view of the same
+    assert lists_of(mask[:, :, :, :59]) == 2
+    assert lists_of(mask.expand(2, 4, 40, 60)) == 3
+    assert lists_of(mask) == 1
+
+
+def test_writing_to_the_mask_or_any_view_of_it_is_seen(device: Device) -> None:
+    mask = fresh()
+    assert lists_of(mask) == 1
+    mask[0, 0, 3, 5] = False
+    assert lists_of(mask) == 2
+    mask.view(-1)[7:9].logical_not_()
+    assert lists_of(mask) == 3 and lists_of(mask) == 3
+    mask.data = fresh()
+    assert lists_of(mask) == 4
+
+
+def test_another_mask_in_the_same_memory_is_another(device: Device) -> None:
+    memory = np.ones(2 * 40 * 60, np.bool_)
+    first = torch.from_numpy(memory).view(2, 1, 40, 60)
+    address = first.data_ptr()
+    assert lists_of(first) == 1
+    second = torch.from_numpy(memory).view(2, 1, 40, 60)
+    assert second.data_ptr() == address and second._version == first._version
+    assert lists_of(second) == 2
+    del first, second
+    gc.collect()
+    third = torch.from_numpy(memory).view(2, 1, 40, 60)
+    assert third.data_ptr() == address and lists_of(third) == 3
+
+
+def test_causality_shape_and_stream_are_told_apart(device: Device) -> None:
+    mask = fresh()
+    assert lists_of(mask) == 1 and lists_of(mask, 20, masks.FAR, 0) == 2 and lists_of(mask, 0, masks.FAR, 0) == 3
+    assert int(masks.tile_lists(mask, 2, 8, 40)[0]) == 4
+    device.stream = 12
+    assert lists_of(mask) == 5
+    device.stream = 11
+    assert lists_of(mask) == 1 and lists_of(mask, 20, masks.FAR, 0) == 2
+
+
+def test_nothing_crosses_a_capture(device: Device) -> None:
+    mask = fresh()
+    assert lists_of(mask) == 1
+    device.capture = 77
+    assert [lists_of(mask) for _ in range(2)] == [2, 2]
+    device.capture = 78
+    assert [lists_of(mask) for _ in range(2)] == [3, 3]
+    assert {entry.capture for entry in masks._entries.values()} == {0, 78}
+    device.capture = None  # a capture that cannot be named
+    assert [lists_of(mask) for _ in range(2)] == [4, 5]
+    device.capture = 0
+    assert lists_of(mask) == 1
+
+
+def test_masks_without_a_version_and_compiled_calls_are_classified_every_time(device: Device) -> None:
+    with torch.inference_mode():
+        mask = fresh()
+        assert [lists_of(mask) for _ in range(2)] == [1, 2]
+    mask = fresh()
+    assert [lists_of(mask, reuse=False) for _ in range(2)] == [3, 4]
+    assert not masks._entries
+
+
+def test_what_is_kept_dies_with_the_mask_and_is_bounded(device: Device) -> None:
+    held = [fresh() for _ in range(masks.KEPT + 3)]
+    for mask in held:
+        lists_of(mask)
+    assert len(masks._entries) == masks.KEPT
+    made = len(device.made)
+    assert lists_of(held[-1]) == made and lists_of(held[0]) == made + 1
+    del mask
+    held.clear()
+    gc.collect()
+    assert not masks._entries
+    view = fresh()[:, :, 1:]
+    lists_of(view[:, :, :-1])  # the storage lives on in `view`
+    gc.collect()
+    assert len(masks._entries) == 1
+
+
+def test_threads_share_one_classification(device: Device) -> None:
+    mask, found = fresh(), []
+    threads = [threading.Thread(target=lambda: found.append(lists_of(mask))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1] * 8
+
+
+# --- What is handed to the kernels ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]]:
+    """The classifying kernel replaced by one that notes its arguments."""
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(masks, "load", lambda device: lambda *arguments: made.append(arguments))
+    yield made
+
+
+def test_masks_lose_what_only_repeats(launched: list[tuple[object, ...]]) -> None:
+    far = masks.FAR
+    for shape, expanded, numbers, kept, blocks, bit_rows in (
+        ((2, 1, 300, 700), (2, 4, 300, 700), (0, far, far), (2, 1, 300, 700), 3, 128),
+        ((1, 1, 300, 700), (2, 4, 300, 700), (0, far, far), (1, 1, 300, 700), 3, 128),
+        ((2, 1, 1, 700), (2, 4, 300, 700), (0, far, far), (2, 1, 1, 700), 1, 1),
+        ((2, 1, 1, 700), (2, 1, 1, 700), (400, far, 0), (2, 1, 1, 700), 3, 128),
+        ((1, 4, 1, 700), (1, 4, 1, 700), (0, far, far), (1, 4, 1, 700), 1, 1),
+    ):
+        mask = torch.ones(shape, dtype=torch.bool).expand(expanded)
+        counts, lists, bits = masks.tile_lists(mask, 2, 4, 300, *numbers, reuse=False)
+        assert counts.shape == (2, 4, 3, 2) and lists.shape == (2, 4, 3, 6) and bits.shape == (2, 4, 3, 6, 128, 4)
+        given, states, _, _, written, access, queries, *found = launched.pop()
+        assert given.shape == kept and given.dtype == torch.uint8 and tuple(found) == numbers
+        assert states.shape == (*kept[:2], blocks, 2) and written.shape == (*kept[:2], blocks, 6, bit_rows, 4)
+        assert queries == (1 if blocks == 1 else 300) and access == (1 if kept[2] > 1 or max(kept[:2]) > 1 else 2)
+
+
+def test_access() -> None:
+    aligned = torch.ones(2, 1, 8, 64, dtype=torch.bool)
+    assert masks.access(aligned) == 2 and masks.access(aligned[..., 16:]) == 2 and masks.access(aligned[:, :, 1:]) == 2
+    assert masks.access(aligned[..., 1:]) == 1 and masks.access(torch.ones(1, 1, 8, 63, dtype=torch.bool)) == 1
+    assert masks.access(aligned.mT) == 0 and masks.access(aligned[..., ::2]) == 0
+    assert masks.access(torch.ones(1, 1, 8, 1, dtype=torch.bool).expand(1, 1, 8, 64)) == 0
+
+
+def test_the_mask_of_a_call_reaches_the_kernel(
+    launched: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[object, ...]] = []
+    monkeypatch.setattr(launch, "_load", lambda config, device, index: (lambda *arguments: made.append(arguments), 132))
+    monkeypatch.setattr(masks, "_place", lambda index: (0, 0))
+    q, k = (torch.randn(2, n, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for n in (40, 100))
+    mask = torch.ones(2, 1, 40, 100, dtype=torch.bool)
+    facts = launch.facts_of(q, k, k, "none", None, True, False, mask)
+    config = plan(facts, "sm_90").config  # type: ignore[union-attr]
+    assert config.kind == "mask"
+    for _ in range(2):
+        out, lse = launch.run(config, q, k, k, mask=mask)
+    assert len(launched) == 1 and launched[0][7:] == (0, masks.FAR, masks.FAR)
+    *tensors, scale, ctas = made[-1]
+    assert tensors[3] is out and tensors[4] is lse and scale == 64**-0.5 and ctas == 132
+    assert [t.shape for t in tensors[5:]] == [(2, 4, 1, 2), (2, 4, 1, 1), (2, 4, 1, 1, 128, 4)]
+    launch.run(config, q, k, k, mask=mask, causal="bottom_right", window=(7, -1), seqlen_dim=1)
+    assert len(launched) == 2 and launched[1][7:] == (60, 7, 0)

@@ -1,7 +1,8 @@
 """Scaled dot product attention, softmax(scale * q @ k.T + mask) @ v, forward.
 
 `facts.py` says what there is to know about a call, `plan.py` decides from that alone, `launch.py` runs it. On sm_90 a
-kernel serves bf16 and fp16, head dims up to 256, grouped heads, causality and windows; everything else declines.
+kernel serves bf16 and fp16, head dims up to 256, grouped heads, causality, windows and boolean masks, whose empty tiles
+cost nothing; everything else declines.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ def attention(
     heads_kv). Head dims are multiples of 8 up to 256, of v the same as of q or 128 for 192. Any strides with a
     contiguous last dimension whose rows start at multiples of 16 bytes.
 
-    mask: boolean (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides, True: attend; up to 16 q positions.
-    Keys that no query of a kv head sees are not read.
+    mask: boolean (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides, True: attend. With up to 16 q
+    positions, keys that no query of a kv head sees are not read. With more, the mask, causality and the window are
+    classified together into tiles of 128 queries and 128 keys; those that no query sees are skipped. Eager calls keep
+    the result for the next call with the same mask, as long as the mask lives and its version stays: writes that torch
+    does not count (through `.data`, DLPack, another library's kernel) are not seen, `masks.forget()` is for them.
 
     causal: False; "top_left" (key j is seen by query i if j <= i); "bottom_right" (if j - seqlen_k <= i - seqlen_q);
     True is "top_left", as in torch. window (left, right): keys seen before and after the diagonal, which is the bottom
@@ -76,11 +80,12 @@ def _eager(
     window: tuple[int, int] | None,
     scale: float | None,
     lse: bool,
+    reuse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     facts = launch.facts_of(q, k, v, causal, window, lse, grad, mask)
     config = launch.config_of(facts, q.device)
-    return launch.run(config, q, k, v, mask=mask, causal=causal, window=window, scale=scale)
+    return launch.run(config, q, k, v, mask=mask, causal=causal, window=window, scale=scale, reuse=reuse)
 
 
 # --- The op for compiled callers -----------------------------------------------------------------------------------
@@ -103,7 +108,9 @@ def _op(
     scale: float | None,
     lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    out, found = _eager(q, k, v, mask, causal, None if left < -1 else (left, right), scale, lse)
+    # Compiled code reuses memory without raising a version: what was found out about a mask there may be stale.
+    window = None if left < -1 else (left, right)
+    out, found = _eager(q, k, v, mask, causal, window, scale, lse, reuse=False)
     return out, q.new_empty(0, dtype=torch.float32) if found is None else found
 
 

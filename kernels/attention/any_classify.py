@@ -41,7 +41,7 @@ class Classify:
     """Traceable host function `(mask, states, counts, lists, bits, access, queries, offset, left, right, stream)`.
 
     mask: (mask_batch, mask_heads, rows, seqlen_k) bytes, not 0: attend; any strides; rows is `queries` or 1, for all of
-    them. states: (mask_batch, mask_heads, blocks, chunks of 512 keys) uint32, a byte a tile, between the launches.
+    them. states: (mask_batch, mask_heads, blocks, chunks of 512 keys), a byte a tile, between the launches.
     access: 2 if every row starts at a multiple of 16 bytes, 1 if keys are contiguous, else 0. Query i sees the keys
     from i + offset - left to i + offset + right.
     """
@@ -161,7 +161,7 @@ class Classify:
             four = four | (state << Uint32(8 * t))
             partial = partial or (lane // 8 == t and state == Uint32(PARTIAL))
         if tid == 0:
-            mStates[batch, head, block, chunk] = four
+            mStates[batch, head, block, chunk] = Int32(four)
         self.store_bits(mBits, bits, batch, head, block, chunk, warp * c.rows, lane, partial)
 
     @cute.jit
@@ -192,7 +192,7 @@ class Classify:
         for start in cutlass.range(0, chunks, WARP, unroll=1):
             four = Uint32(0)
             if start + lane < chunks:
-                four = mStates[batch, head, block, start + lane]
+                four = Uint32(mStates[batch, head, block, start + lane])
             at_full, at_partial = full, partial
             for t in cutlass.range_constexpr(CHUNK // TILE):
                 state = byte_of(four, t)
@@ -274,6 +274,44 @@ def store_word(address, word):
     ptx("st.global.u32 [{$r0}], {$r1};", read_only_args=[address, word])
 
 
+# --- For those who walk the lists ----------------------------------------------------------------------------------
+
+
+@cute.jit
+def key_tile(gList: cute.Tensor, step: Int32, full: Int32, end: Int32, tile_n: int) -> Int32:
+    """Which tile_n keys step `step` < `end` is about, of a block's list; `full` steps are unmasked, the later partial.
+
+    Steps, and so `full` and `end`, are of tile_n keys, which divide a tile.
+    """
+    parts: cutlass.Constexpr = TILE // tile_n
+    place = step // parts
+    if step >= full:
+        place += gList.shape[0] - end // parts
+    return gList[place] * parts + step % parts
+
+
+def load_words(address, count: int):
+    """Two or four neighbouring words of bits."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    return ptx(
+        f"ld.global.v{count}.u32 {{{names}}}, [{{$r0}}];",
+        write_only_types=[Uint32] * count,
+        read_only_args=[address],
+    )
+
+
+def stand_ins(batch, heads_q) -> list:
+    """counts, lists and bits as consumers get them, expanded to all heads."""
+    blocks, tiles = cute.sym_int32(), cute.sym_int32()
+    shapes = ((batch, heads_q, blocks, 2), (batch, heads_q, blocks, tiles), (batch, heads_q, blocks, tiles, BLOCK, 4))
+    return [
+        cute.runtime.make_fake_tensor(
+            Int32, shape, stride=(*(cute.sym_int64() for _ in shape[1:]), 1), assumed_align=16 if len(shape) == 6 else 4
+        )
+        for shape in shapes
+    ]
+
+
 def build(config: ClassifyConfig):
     """(host function, stand-in arguments) for the compiler."""
 
@@ -285,7 +323,7 @@ def build(config: ClassifyConfig):
 
     batch, heads, rows, seqlen_k, blocks, chunks, tiles, bit_rows = (cute.sym_int32() for _ in range(8))
     mask = tensor(Uint8, batch, heads, rows, seqlen_k, last=False)
-    states = tensor(Uint32, batch, heads, blocks, chunks)
+    states = tensor(Int32, batch, heads, blocks, chunks)
     counts, lists = tensor(Int32, batch, heads, blocks, 2), tensor(Int32, batch, heads, blocks, tiles)
     bits = tensor(Int32, batch, heads, blocks, tiles, bit_rows, 4)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import attention
 from .decode_cases import DECODE_CASES, DecodeCase
-from .facts import AttentionFacts
+from .facts import AttentionFacts, read
+from .mask_cases import MASKS, mask_of
 from .reference import attention_ref, visible
 
 BF16, FP16 = "bfloat16", "float16"
@@ -39,6 +40,7 @@ class Case:
     scale: float | None = None
     magnitude: float = 1.0  #: of q and k
     lse: bool = True
+    mask: str = "none"  #: see mask_cases.MASKS
 
     @property
     def name(self) -> str:
@@ -49,6 +51,7 @@ class Case:
         parts += [None if self.causal == "none" else self.causal.replace("_", "")]
         parts += [None if self.window is None else f"window{self.window[0]}_{self.window[1]}"]
         parts += [
+            None if self.mask == "none" else f"mask-{self.mask}",
             None if self.layout == "bshd" else self.layout,
             None if self.magnitude == 1.0 else f"times{self.magnitude:g}",
         ]
@@ -57,7 +60,7 @@ class Case:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        return ("sm90_fwd",)
+        return ("sm90_fwd",) if self.mask == "none" else ("sm90_fwd", "any_classify")
 
     @property
     def call(self) -> str | None:
@@ -70,13 +73,25 @@ class Case:
 
     @property
     def facts(self) -> AttentionFacts:
-        return AttentionFacts(
-            self.dtype, self.batch, *self.heads, *self.seqlens, *self.dims, self.causal, "none", "none",
-            "aligned", "aligned", "aligned", False, self.lse, self.window,
-        )  # fmt: skip
+        mask = None if self.mask == "none" else mask_of(self.mask, *self.shape)
+        q, k, v = (
+            torch.empty(self.batch, heads, seqlen, size, dtype=getattr(torch, self.dtype), device="meta")
+            for heads, seqlen, size in zip(
+                (self.heads[0], self.heads[1], self.heads[1]),
+                (self.seqlens[0], self.seqlens[1], self.seqlens[1]),
+                (self.dims[0], *self.dims),
+                strict=True,
+            )
+        )
+        return replace(read(q, k, v, mask, causal=self.causal, lse=self.lse), window=self.window)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the scores."""
+        return self.batch, self.heads[0], *self.seqlens
 
     def make(self, device: torch.device | str, generator: torch.Generator) -> dict[str, Any]:
-        """q, k and v, the same values for a generator on every device."""
+        """q, k, v and the mask, the same values for a generator on every device."""
         dtype = getattr(torch, self.dtype)
         made: dict[str, Any] = {}
         for name, heads, seqlen, size in (
@@ -87,11 +102,13 @@ class Case:
             values = torch.randn(self.batch, heads, seqlen, size, generator=generator)
             values = values * (1.0 if name == "v" else self.magnitude)
             made[name] = laid_out(values.to(device, dtype), self.layout)
+        if self.mask != "none":
+            made["mask"] = mask_of(self.mask, *self.shape, device)
         return made
 
     def run(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         found = attention(
-            inputs["q"], inputs["k"], inputs["v"],
+            inputs["q"], inputs["k"], inputs["v"], mask=inputs.get("mask"),
             causal=self.causal if self.causal != "none" else False,
             window=self.window, scale=self.scale, return_lse=self.lse,
         )  # fmt: skip
@@ -102,7 +119,7 @@ class Case:
 
     def reference(self, inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
         out, lse = attention_ref(
-            inputs["q"], inputs["k"], inputs["v"],
+            inputs["q"], inputs["k"], inputs["v"], mask=inputs.get("mask"),
             causal=self.causal, window=self.window, scale=self.scale, dtype=dtype,
         )  # fmt: skip
         return {"out": out, "lse": lse} if self.lse else {"out": out}
@@ -115,9 +132,11 @@ def portable(case: Case | DecodeCase, inputs: dict[str, Any]) -> dict[str, Tenso
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     group = case.heads[0] // case.heads[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    seen = visible(*case.seqlens, case.causal, case.window, q.device)
+    seen, mask = visible(*case.seqlens, case.causal, case.window, q.device), inputs.get("mask")
     if case.seqlens[1] == 0:
         out = q.new_zeros(*q.shape[:3], v.shape[3])
+    elif mask is not None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask if seen is None else mask & seen, scale=case.scale)
     elif seen is None or (case.causal == "top_left" and case.window is None):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=seen is not None, scale=case.scale)
     else:
@@ -181,6 +200,22 @@ def _cases() -> tuple[Case, ...]:
     made.append(Case(2, (8, 8), (2048, 2048), 64, causal="top_left"))
     made.append(Case(1, (4, 2), (2048, 2048), 256, causal="top_left"))
     made.append(Case(1, (4, 4), (4352, 4352), 128))
+    for head_dim, head_dim_v in ((64, 0), (72, 0), (96, 0), (128, 0), (192, 128), (256, 0)):
+        for mask in ("left_causal", "blocks"):
+            made.append(replace(base, head_dim=head_dim, head_dim_v=head_dim_v, seqlens=(300, 450), mask=mask))
+    for head_dim, mask in ((128, "random"), (256, "blocks"), (64, "keys")):
+        made.append(replace(base, head_dim=head_dim, mask=mask, dtype=FP16, lse=False))
+    for mask in MASKS:
+        made.append(replace(base, seqlens=(300, 1100), mask=mask))
+        made.append(replace(base, seqlens=(1100, 300), mask=mask, causal="bottom_right"))
+    for mask in ("keys", "blocks", "per_head"):
+        for causal, window in (("top_left", None), ("none", (150, 40)), ("top_left", (200, -1))):
+            made.append(replace(base, seqlens=(400, 640), mask=mask, causal=causal, window=window))
+    for seqlens in ((17, 33), (128, 128), (129, 127), (100, 1), (100, 0), (64, 4096)):
+        made.append(replace(base, seqlens=seqlens, mask="random"))
+    made.append(Case(2, (8, 2), (2048, 2048), 128, mask="left_causal"))
+    made.append(Case(1, (8, 2), (2048, 2048), 128, mask="packed"))
+    made.append(Case(1, (4, 2), (512, 8192), 128, mask="window"))
     return tuple(dict.fromkeys(made))
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..runtime.arch import KIB
+from .mask_config import BLOCK, TILE
 
 DTYPES = ("bfloat16", "float16")
-#: What a query sees. "full": every key. "causal": keys up to its diagonal. "window": keys around its diagonal.
-KINDS = ("full", "causal", "window")
+#: What a query sees. "full": every key. "causal": keys up to its diagonal. "window": keys around its diagonal. "mask":
+#: what the lists of a classified mask say, see any_classify.py.
+KINDS = ("full", "causal", "window", "mask")
 ROWS = 64  #: queries of one warpgroup
 SMEM = 227 * KIB
 
@@ -52,6 +54,8 @@ class FwdConfig:
             raise ValueError(f"warpgroups must be 1, 2 or 3, got {self.warpgroups}")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n must be a multiple of 16 up to 256, got {self.tile_n}")
+        if self.kind == "mask" and (self.tile_m != BLOCK or self.tile_n not in (TILE // 2, TILE)):
+            raise ValueError(f"a mask's lists are of {BLOCK} x {TILE}, got tiles of {self.tile_m} x {self.tile_n}")
         if not 0 <= self.by_fma <= 4:
             raise ValueError(f"by_fma must be 0 to 4, got {self.by_fma}")
         if self.ahead and not self.own_out:

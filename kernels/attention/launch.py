@@ -16,13 +16,15 @@ from ..runtime import arch as archs
 from ..runtime.compile import Kernel, build_object, function
 from ..runtime.launch import sm_count
 from . import decode as decoding
+from . import masks
 from .config import FwdConfig
 from .decode import decode
 from .decode_config import DecodeConfig
 from .facts import AttentionFacts, read
+from .mask_config import ClassifyConfig
+from .masks import FAR
 from .plan import DTYPES, FAMILY, forward_config, plan
 
-FAR = 2**30  #: a window's bound that cuts nothing; lengths stay below it
 EVERY = 2**31 - 1  #: CTAs: one for every tile
 REMEMBERED = 4096
 _loaded: dict[tuple[FwdConfig, int], tuple[Callable[..., Any], int]] = {}  #: by device: the function, CTAs at a time
@@ -70,15 +72,20 @@ def run(
     window: tuple[int, int] | None = None,
     scale: float | None = None,
     seqlen_dim: int = 2,
+    reuse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a call that plan() gave `config` for, whichever kernel it belongs to.
 
     out is (batch, heads, seqlen_q, head_dim_v), or with `seqlen_dim=1` (batch, seqlen_q, heads, head_dim_v), which is
-    how it lies in memory. Raises Decline on anything but CUDA, and as `forward` does.
+    how it lies in memory. `reuse`: what an earlier call found out about the same mask may be used, see masks.py.
+
+    Raises Decline on anything but CUDA, and as `forward` does.
     """
     if isinstance(config, DecodeConfig):
         return decode(q, k, v, mask=mask, causal=causal, scale=scale, lse=config.lse, seqlen_dim=seqlen_dim)
-    return forward(config, q, k, v, causal=causal, window=window, scale=scale, seqlen_dim=seqlen_dim)
+    return forward(
+        config, q, k, v, mask=mask, causal=causal, window=window, scale=scale, seqlen_dim=seqlen_dim, reuse=reuse
+    )
 
 
 def forward(
@@ -87,10 +94,12 @@ def forward(
     k: Tensor,
     v: Tensor,
     *,
+    mask: Tensor | None = None,
     causal: str = "none",
     window: tuple[int, int] | None = None,
     scale: float | None = None,
     seqlen_dim: int = 2,
+    reuse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a call that `config` serves; out is contiguous as (batch, seqlen_q, heads, head_dim_v), the
     layout in which model code goes on, and a view of that with seqlen_q in dimension 2 unless `seqlen_dim` is 1.
@@ -112,11 +121,15 @@ def forward(
         q, k, v = reachable(q, k, v)
     offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
     left, right = bounds(causal, window)
-    numbers = (head_dim**-0.5 if scale is None else scale, offset, left, right, ctas)
-    if lse is None:
-        launch(q, k, v, out, *numbers)
+    if scale is None:
+        scale = head_dim**-0.5
+    tensors = (q, k, v, out) if lse is None else (q, k, v, out, lse)
+    if mask is None:
+        launch(*tensors, scale, offset, left, right, ctas)
     else:
-        launch(q, k, v, out, lse, *numbers)
+        where = (0, FAR, FAR) if left == right == FAR else (offset, left, right)
+        lists = masks.tile_lists(mask, batch, heads, seqlen_q, *where, reuse=reuse)
+        launch(*tensors, *lists, scale, ctas)
     return found, lse
 
 
@@ -124,6 +137,8 @@ def _load(config: FwdConfig, device: torch.device, index: int) -> tuple[Callable
     decoding.on_cuda(device)
     target = archs.compile_target(archs.dispatch_arch(device))
     ctas = sm_count(index) if config.persistent else EVERY
+    if config.kind == "mask":
+        masks.load(device)
     _loaded[config, index] = loaded = function(Kernel(FAMILY, "sm90_fwd", config), target), ctas
     return loaded
 
@@ -156,11 +171,12 @@ def reachable(*tensors: Tensor) -> list[Tensor]:
 def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, thunk that compiles into the disk cache) for the head dims of current models, on the archs of a target."""
     yield from decoding.builds(target)
+    yield masks.KERNEL, partial(build_object, Kernel(FAMILY, masks.KERNEL, ClassifyConfig()), target)
     if target != "sm_90a":
         return
     for dtype in DTYPES:
         for head_dim, head_dim_v in ((64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
-            for kind in ("full", "causal"):
+            for kind in ("full", "causal", "mask"):
                 config = forward_config(dtype, head_dim, head_dim_v, kind, False)
                 name = f"sm90_fwd {dtype} {head_dim}" + (f"/{head_dim_v}" if head_dim != head_dim_v else "")
                 yield f"{name} {kind}", partial(build_object, Kernel(FAMILY, "sm90_fwd", config), target)

@@ -72,8 +72,6 @@ def limit(facts: AttentionFacts) -> str | None:
 
 def beyond_sm90(facts: AttentionFacts) -> str | None:
     """What the family takes and the sm_90 kernel does not."""
-    if facts.mask != "none":
-        return f"a mask ({facts.mask}): the sm_90 kernel has causality and windows only"
     if facts.varlen:
         return "packed sequences: the sm_90 kernel has none"
     for name, layout in (("q", facts.q_layout), ("k", facts.k_layout), ("v", facts.v_layout)):
@@ -86,6 +84,8 @@ def beyond_sm90(facts: AttentionFacts) -> str | None:
 
 def kind(facts: AttentionFacts) -> str:
     """Which keys a query sees, as `FwdConfig.kind`."""
+    if facts.mask != "none":
+        return "mask"
     if facts.window is not None:
         return "window"
     return "full" if facts.causal == "none" else "causal"
@@ -101,6 +101,10 @@ def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: b
     for d128 and d80 without causality, and by 1, 9 and 25% for causal d128 of 4096 and 16384 and d192 of 8192.
     """
     what = (dtype, head_dim, head_dim_v, kind, lse)
+    if kind == "mask":  # 128 x 128, or halves of that where the output takes half of the registers
+        if head_dim_v <= 128:
+            return FwdConfig(*what, turns=head_dim <= 128, persistent=False, hold=False, own_out=False)
+        return FwdConfig(*what, tile_n=64, turns=False, early_rescale=True, persistent=False, hold=False, own_out=False)
     if head_dim <= 64:
         return FwdConfig(*what, warpgroups=2 if kind == "full" else 3)
     if head_dim <= 96 and kind != "full":

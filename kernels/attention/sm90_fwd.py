@@ -7,6 +7,9 @@ under a product; warpgroups take turns, so that one's softmax also runs under th
 A query i sees the keys from i + offset - left to i + offset + right, where offset is 0 (a diagonal from the top left)
 or seqlen_k - seqlen_q (to the bottom right). Steps are taken from the last one seen to the first, in three loops: those
 that the upper bound or the end of the keys cuts, those that nothing cuts, those that the lower bound cuts.
+
+With a mask, steps are the entries of lists that `any_classify.py` makes of it: the partial tiles of a block of queries
+first, each with a bit a score, then the full ones without any mask code. Tiles that nobody sees are in no list.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..blocks import pipeline, roles, scheduler, softmax, tma, wgmma
+from . import any_classify
 from .config import ROWS, FwdConfig
+from .mask_config import TILE
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 * 1024 * 1024  #: of keys and values that may be in use together
@@ -28,6 +33,8 @@ class AttentionForward:
 
     q (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_kv, seqlen_k, ...), out as q with head_dim_v, any
     strides; lse (batch, heads_q, seqlen_q) fp32. Lengths are at least 1. At most `ctas` CTAs share the tiles.
+    Kind "mask" also takes what `any_classify.py` says of it after out or lse: counts (batch, heads_q, blocks, 2), lists
+    (batch, heads_q, blocks, tiles) and bits (batch, heads_q, blocks, tiles, 128, 4), and no offset, left and right.
     """
 
     def __init__(self, config: FwdConfig) -> None:
@@ -78,7 +85,42 @@ class AttentionForward:
         self.launch(mQ, mK, mV, mO, None, scale, offset, left, right, ctas, stream)
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mO, mLSE, scale, offset, left, right, ctas, stream):
+    def masked_with_lse(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mCounts: cute.Tensor,
+        mLists: cute.Tensor,
+        mBits: cute.Tensor,
+        scale: Float32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        zero = Int32(0)
+        self.launch(mQ, mK, mV, mO, mLSE, scale, zero, zero, zero, ctas, stream, (mCounts, mLists, mBits))
+
+    @cute.jit
+    def masked_without_lse(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mCounts: cute.Tensor,
+        mLists: cute.Tensor,
+        mBits: cute.Tensor,
+        scale: Float32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        zero = Int32(0)
+        self.launch(mQ, mK, mV, mO, None, scale, zero, zero, zero, ctas, stream, (mCounts, mLists, mBits))
+
+    @cute.jit
+    def launch(self, mQ, mK, mV, mO, mLSE, scale, offset, left, right, ctas, stream, lists=(None, None, None)):
         c = self.config
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
         mQ, mK, mV, mO = [
@@ -99,7 +141,7 @@ class AttentionForward:
             cute.fast_divmod_create_divisor_v2(n) for n in (blocks, mQ.shape[2], group, units, sections, group * blocks)
         ]
         self.kernel(
-            atom_q, tQ, atom_k, tK, atom_v, tV, atom_o, tO, mLSE,
+            atom_q, tQ, atom_k, tK, atom_v, tV, atom_o, tO, mLSE, *lists,
             scale * LOG2_E, offset, left, right, blocks * heads, *divisors,
         ).launch(
             grid=[cutlass.min(blocks * heads, ctas), 1, 1],
@@ -111,7 +153,7 @@ class AttentionForward:
     @cute.kernel
     def kernel(
         self,
-        atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, mLSE,
+        atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, mLSE, mCounts, mLists, mBits,
         scale_log2: Float32,
         offset: Int32,
         left: Int32,
@@ -155,16 +197,24 @@ class AttentionForward:
         sO = tiles_o.get_tensor(layout_o.outer, swizzle=layout_o.inner)
         work = (tiles, blocks, heads_q, group, units, sections, unit_tiles)
         limits = (mQ.shape[0], mK.shape[0], offset, left, right)
+        if const_expr(c.kind == "mask"):
+            limits = (*limits, mCounts)
         pipeline.init_wait()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(roles.REGISTERS[c.warpgroups][0])
             if warp == 0:
-                self.load(atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work, limits)
+                if const_expr(c.kind == "mask"):
+                    self.load_listed(
+                        atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work, limits, mLists
+                    )
+                else:
+                    self.load(atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work, limits)
         else:
             cute.arch.setmaxregister_increase(roles.REGISTERS[c.warpgroups][1])
             self.consume(
-                sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2, work, limits, hold
+                sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2, work, limits, hold,
+                (mLists, mBits),
             )  # fmt: skip
 
     @cute.jit
@@ -175,7 +225,11 @@ class AttentionForward:
         if const_expr(self.config.kind == "full"):
             block, head = tile % blocks, tile // blocks
         else:
+            if const_expr(self.config.kind == "mask"):
+                tile = cutlass.min(tile, work[0] - 1)  # the one after the last is asked for too, and its counts read
             block, head = scheduler.heads_in_sections(tile, blocks.divisor, group.divisor, units, sections, unit_tiles)
+        if const_expr(self.config.kind == "mask"):
+            return block, head % heads_q, head // heads_q, self.listed_steps(block, head, heads_q, limits[5])
         return block, head % heads_q, head // heads_q, self.steps(block, *limits)
 
     @cute.jit
@@ -194,6 +248,14 @@ class AttentionForward:
                 begin = cutlass.max(top - left, 0) // c.tile_n
                 whole = cute.ceil_div(cutlass.max(bottom - left, 0), c.tile_n)
         return begin, whole, cut, end
+
+    @cute.jit
+    def listed_steps(self, block: Int32, head: Int32, heads_q, mCounts):
+        """As `steps`, of a mask's lists: the upper bound cuts the partial tiles, which are the last steps."""
+        parts: cutlass.Constexpr = TILE // self.config.tile_n
+        counts = mCounts[head // heads_q, head % heads_q, block, None]
+        full, partial = counts[0] * parts, counts[1] * parts
+        return Int32(0), Int32(0), full, full + partial
 
     @cute.jit
     def load(self, atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work, limits):
@@ -230,17 +292,57 @@ class AttentionForward:
                 state_v.advance()
 
     @cute.jit
+    def load_listed(
+        self, atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work, limits, mLists
+    ):  # fmt: skip
+        """As `load`, of the steps that a list says; the entry of the next step is read a step ahead."""
+        c = self.config
+        state_q = pipeline.producer_state(c.q_stages)
+        state_k, state_v = pipeline.producer_state(c.stages), pipeline.producer_state(c.stages)
+        for number in cutlass.range(scheduler.tiles_of_cta(work[0]), unroll=1):
+            block, head, batch, bounds = self.tile(number, work, limits)
+            _, _, full, end = bounds
+            kv_head = head // work[3]
+            gQ = cute.local_tile(mQ[None, None, head, batch], (ROWS, c.padded), (None, 0))
+            gK = cute.local_tile(mK[None, None, kv_head, batch], (c.tile_n, c.padded), (None, 0))
+            gV = cute.local_tile(mV[None, None, kv_head, batch], (c.tile_n, c.padded_v), (None, 0))
+            gList = mLists[batch, head, block, None]
+            tQsQ, tQgQ = tma.partition(atom_q, sQ, gQ)
+            k = (atom_k, *tma.partition(atom_k, sK, gK))
+            v = (atom_v, *tma.partition(atom_v, sV, gV))
+            ring_q.producer_acquire(state_q)
+            barrier = ring_q.producer_get_barrier(state_q)
+            for w in cutlass.range_constexpr(c.warpgroups):
+                place = state_q.index * c.warpgroups + w
+                cute.copy(atom_q, tQgQ[None, block * c.warpgroups + w], tQsQ[None, place], tma_bar_ptr=barrier)
+            state_q.advance()
+            if end > 0:
+                now = any_classify.key_tile(gList, end - 1, full, end, c.tile_n)
+                following = any_classify.key_tile(gList, cutlass.max(end - 2, 0), full, end, c.tile_n)
+                self.load_step(k, ring_k, state_k, now)
+                state_k.advance()
+                for i in cutlass.range(end - 1, unroll=1):
+                    self.load_step(k, ring_k, state_k, following)
+                    state_k.advance()
+                    self.load_step(v, ring_v, state_v, now)
+                    state_v.advance()
+                    now = following
+                    following = any_classify.key_tile(gList, cutlass.max(end - 3 - i, 0), full, end, c.tile_n)
+                self.load_step(v, ring_v, state_v, now)
+                state_v.advance()
+
+    @cute.jit
     def load_step(self, x, ring, state, step: Int32):
         ring.producer_acquire(state)
         cute.copy(x[0], x[2][None, step], x[1][None, state.index], tma_bar_ptr=ring.producer_get_barrier(state))
 
     @cute.jit
     def consume(
-        self, sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2: Float32, work, limits, hold
+        self, sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2: Float32, work, limits, hold, lists
     ):
         """A consumer warpgroup: 64 queries of every tile against all their keys."""
         c = self.config
-        seqlen_q, seqlen_k, offset, left, right = limits
+        seqlen_q, seqlen_k, offset, left, right = limits[:5]
         thread = cute.arch.thread_idx()[0] % roles.WARPGROUP
         warpgroup = roles.consumer_warpgroup()
         mma_qk = wgmma.product(self.dtype, c.tile_n)
@@ -272,6 +374,8 @@ class AttentionForward:
         for number in cutlass.range(count, unroll=1):
             row = (block * c.warpgroups + warpgroup) * ROWS + wgmma.row_in_tile(thread, 0)
             mask = (row, thread % 4 * 2, seqlen_k, offset, left, right)
+            if const_expr(c.kind == "mask"):
+                gList, bits = self.masks_of(lists, batch, head, block, row, thread)
             rQ = all_q[None, None, None, state_q.index * c.warpgroups + warpgroup]
             following = self.tile(number + 1, work, limits)
             operands = (mma_qk, mma_pv, rQ, rK, rV, rP, acc)
@@ -292,11 +396,25 @@ class AttentionForward:
                     wgmma.wait(0)
                     ring_k.consumer_release(state_k)
                     state_k.advance()
-                self.apply_mask(scores, mask, end - 1, True)
+                if const_expr(c.kind == "mask"):
+                    keys = any_classify.key_tile(gList, end - 1, cut, end, c.tile_n)
+                    first_words = self.mask_words(bits, keys, end > cut)
+                    softmax.mask_bits(scores, first_words)
+                else:
+                    self.apply_mask(scores, mask, end - 1, True)
                 softmax.step(scores, row_max, row_sum, row_scale, scale_log2, True, True)
                 wgmma.round_to(scores, rP)
                 step = end - 1
-                if const_expr(c.kind != "full"):
+                if const_expr(c.kind == "mask"):
+                    keys = any_classify.key_tile(gList, cutlass.max(step - 1, 0), cut, end, c.tile_n)
+                    for _ in cutlass.range(step - cut, unroll=1):
+                        step -= 1
+                        words = self.mask_words(bits, keys, True)
+                        keys = any_classify.key_tile(gList, cutlass.max(step - 1, 0), cut, end, c.tile_n)
+                        self.one_step(operands, rows, waits, state_k, state_v, words, step, True)
+                        state_k.advance()
+                        state_v.advance()
+                elif const_expr(c.kind != "full"):
                     for _ in cutlass.range(step - cutlass.max(cut, begin), unroll=1):
                         step -= 1
                         self.one_step(operands, rows, waits, state_k, state_v, mask, step, True)
@@ -426,7 +544,9 @@ class AttentionForward:
             roles.pass_turn(warpgroup, c.warpgroups)
         wgmma.wait(1)
         ring_k.consumer_release(state_k)
-        if const_expr(masked):
+        if const_expr(masked and c.kind == "mask"):
+            softmax.mask_bits(scores, mask)
+        elif const_expr(masked):
             self.apply_mask(scores, mask, step, False)
         by_fma = 0 if const_expr(masked) else c.by_fma
         softmax.step(scores, row_max, row_sum, row_scale, scale_log2, False, True, by_fma)
@@ -439,6 +559,33 @@ class AttentionForward:
         if const_expr(not c.early_rescale):
             softmax.rescale(acc, row_scale)
         wgmma.round_to(scores, rP)
+
+    @cute.jit
+    def masks_of(self, lists, batch: Int32, head: Int32, block: Int32, row: Int32, thread: Int32):
+        """The list of a block, and of this thread: where its bits of tile 0 are, and how to get on from there."""
+        mLists, mBits = lists
+        stride = mBits.stride
+        address = mBits.iterator.toint() + 4 * (
+            Int64(batch) * stride[0] + Int64(head) * stride[1] + Int64(block) * stride[2]
+            + Int64(row - block * self.config.tile_m) * stride[4]
+        )  # fmt: skip
+        return mLists[batch, head, block, None], (address, Int64(stride[3]) * 4, Int64(stride[4]) * 32, thread)
+
+    @cute.jit
+    def mask_words(self, bits, tile: Int32, partial):
+        """(row, word): this thread's bits of a step, shifted to its first column; all set where it is not `partial`."""
+        parts: cutlass.Constexpr = TILE // self.config.tile_n
+        words: cutlass.Constexpr = self.config.tile_n // 32
+        address, per_tile, down, thread = bits
+        address = address + tile // parts * per_tile + tile % parts * (4 * words)
+        found = cute.make_rmem_tensor((2, words), Uint32)
+        found.fill(0xFFFFFFFF)
+        if partial:
+            for r in cutlass.range_constexpr(2):
+                read = any_classify.load_words(address + r * down, words)
+                for i in cutlass.range_constexpr(words):
+                    found[r, i] = read[i] >> Uint32(thread % 4 * 2)
+        return found
 
     @cute.jit
     def apply_mask(self, scores: cute.Tensor, mask, step: Int32, last: cutlass.Constexpr):
@@ -472,8 +619,13 @@ def build(config: FwdConfig):
     numbers = (Float32(1.0), Int32(0), Int32(0), Int32(0), Int32(1))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = AttentionForward(config)
-    if not config.lse:
-        return kernel.without_lse, (q, k, v, out, *numbers, stream)
     stride = (cute.sym_int64(), cute.sym_int64(), 1)
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), stride=stride, assumed_align=4)
+    if config.kind == "mask":
+        lists = any_classify.stand_ins(batch, heads_q)
+        if config.lse:
+            return kernel.masked_with_lse, (q, k, v, out, lse, *lists, Float32(1.0), Int32(1), stream)
+        return kernel.masked_without_lse, (q, k, v, out, *lists, Float32(1.0), Int32(1), stream)
+    if not config.lse:
+        return kernel.without_lse, (q, k, v, out, *numbers, stream)
     return kernel.with_lse, (q, k, v, out, lse, *numbers, stream)

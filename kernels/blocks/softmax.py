@@ -11,7 +11,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 LN2 = math.log(2.0)
 #: 2 ** r on -0.5..0.5 within 1.02e-4: minimax in relative error, exact at 0. Rounding to 16 bits costs 2e-3 or 5e-4.
@@ -34,6 +34,17 @@ def mask_below(scores: cute.Tensor, r: int, limit: Int32) -> None:
         for a in cutlass.range_constexpr(2):
             i = 4 * c + 2 * r + a
             scores[i] = scores[i] if 8 * c + a >= limit else -Float32.inf
+
+
+@cute.jit
+def mask_bits(scores: cute.Tensor, words: cute.Tensor) -> None:
+    """Row r sees the columns whose bit is set: of columns 32 w on, bits 0, 1, 8, 9, ... of `words[r, w]`."""
+    for r in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(cute.size(scores) // 4):
+            for a in cutlass.range_constexpr(2):
+                i = 4 * c + 2 * r + a
+                seen = words[r, c // 4] & Uint32(1 << (8 * (c % 4) + a))
+                scores[i] = scores[i] if seen != Uint32(0) else -Float32.inf
 
 
 @cute.jit
