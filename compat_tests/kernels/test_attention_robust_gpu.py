@@ -23,6 +23,7 @@ from accel.kernels.attention.config import FwdConfig
 from accel.kernels.attention.decode_cases import DECODE_CASES, MASKS, DecodeCase
 from accel.kernels.attention.decode_cases import LAYOUTS as DECODE_LAYOUTS
 from accel.kernels.attention.decode_config import DecodeConfig
+from accel.kernels.attention.mask_cases import MASKS as FORWARD_MASKS
 from accel.kernels.runtime import compile as runtime
 from accel.kernels.runtime import delays
 from accel.outcome import Choice
@@ -35,6 +36,8 @@ SMALL: tuple[Case | DecodeCase, ...] = (
     Case(2, (4, 2), (300, 300), 128, causal="top_left"),
     Case(1, (2, 2), (400, 260), 64),
     Case(1, (2, 1), (200, 300), 256, causal="bottom_right", window=(70, 0)),
+    Case(2, (4, 2), (300, 450), 128, mask="blocks"),
+    Case(1, (2, 1), (200, 300), 256, mask="odd", causal="top_left"),
     DecodeCase(2, (8, 2), (1, 1500), 128),
     DecodeCase(2, (8, 2), (1, 1500), 128, mask="left", splits=3),
     DecodeCase(1, (8, 2), (16, 700), 64, mask="per_q", splits=2),
@@ -88,13 +91,14 @@ def test_barriers_delayed_at_random(case: Case | DecodeCase, most: int, monkeypa
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("case", [SMALL[0], LONGER[0]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SMALL[0], SMALL[3], LONGER[0]], ids=lambda case: case.name)
 def test_rings_of_one_stage(case: Case, persistent: bool) -> None:
     inputs = make(case)
     planned = config_of(case)
     assert isinstance(planned, FwdConfig) and planned.stages > 1
     config = replace(planned, stages=1, persistent=persistent)
-    out, lse = launch.forward(config, inputs["q"], inputs["k"], inputs["v"], causal=case.causal, window=case.window)
+    q, k, v, mask = (inputs.get(name) for name in ("q", "k", "v", "mask"))
+    out, lse = launch.forward(config, q, k, v, mask=mask, causal=case.causal, window=case.window)
     assert lse is not None
     same({"out": out, "lse": lse}, case.run(inputs))
 
@@ -242,6 +246,7 @@ def drawn_forward(draw: random.Random) -> Case:
         window=draw.choice((None, None, (draw.randrange(300), draw.randrange(300)), (draw.randrange(100), -1))),
         layout=draw.choice(LAYOUTS),
         magnitude=draw.choice((1.0, 1.0, 6.0)),
+        mask=draw.choice(("none", draw.choice(FORWARD_MASKS))),
     )
 
 

@@ -136,7 +136,11 @@ def portable(case: Case | DecodeCase, inputs: dict[str, Any]) -> dict[str, Tenso
     if case.seqlens[1] == 0:
         out = q.new_zeros(*q.shape[:3], v.shape[3])
     elif mask is not None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask if seen is None else mask & seen, scale=case.scale)
+        seen = mask if seen is None else mask & seen
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=case.scale)
+        out = torch.where(
+            seen.any(-1, keepdim=True), out, 0.0
+        )  # some of torch's backends make NaN of rows without keys
     elif seen is None or (case.causal == "top_left" and case.window is None):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=seen is not None, scale=case.scale)
     else:
