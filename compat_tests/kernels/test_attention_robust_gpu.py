@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from accel.kernels.attention import decode as decoding
-from accel.kernels.attention import launch, plan
+from accel.kernels.attention import launch, masks, plan
 from accel.kernels.attention.cases import FWD_CASES, LAYOUTS, Case, portable
 from accel.kernels.attention.config import FwdConfig
 from accel.kernels.attention.decode_cases import DECODE_CASES, MASKS, DecodeCase
@@ -42,6 +42,7 @@ SMALL: tuple[Case | DecodeCase, ...] = (
     DecodeCase(2, (8, 2), (1, 1500), 128, mask="left", splits=3),
     DecodeCase(1, (8, 2), (16, 700), 64, mask="per_q", splits=2),
 )
+HOSTS = (launch, decoding, masks)  #: modules that load kernels
 LONGER: tuple[Case | DecodeCase, ...] = (
     Case(2, (8, 2), (2048, 2048), 128, causal="top_left"),
     DecodeCase(1, (8, 2), (4, 40000), 128, causal="bottom_right"),
@@ -83,10 +84,11 @@ def verify(case: Case | DecodeCase, seed: int) -> None:
 def test_barriers_delayed_at_random(case: Case | DecodeCase, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(case)
     want = case.run(inputs)
-    for module in (launch, decoding):
+    for module in HOSTS:
         monkeypatch.setattr(module, "_loaded", {})
         monkeypatch.setattr(module, "function", lambda kernel, target: delays.function(kernel, target, most))
     for repetition in range(10):
+        masks.forget()
         same(case.run(inputs), want, f"repetition {repetition}")
 
 
@@ -159,10 +161,11 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 def unload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process: no kernel is loaded."""
+    """As in a new process: no kernel is loaded, no mask known."""
     monkeypatch.setattr(runtime, "_functions", {})
-    for module in (launch, decoding):
+    for module in HOSTS:
         monkeypatch.setattr(module, "_loaded", {})
+    masks.forget()
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -197,7 +200,8 @@ def test_many_threads_that_load_and_launch_at_once(monkeypatch: pytest.MonkeyPat
                 same(got, want[at], f"thread {i}, turn {turn}")
 
     in_threads(8, work)
-    assert len(runtime._functions) == len({config_of(case) for case in SMALL}), "a kernel was loaded twice"
+    kernels = {config_of(case) for case in SMALL} | {masks.KERNEL}
+    assert len(runtime._functions) == len(kernels), "a kernel was loaded twice"
 
 
 def test_a_graph_of_all_of_them() -> None:
@@ -308,12 +312,18 @@ def test_memory_beside_the_outputs_is_untouched(case: Case | DecodeCase, monkeyp
         made[: decoding.COUNTERS].zero_()
         return made
 
+    masks.forget()
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded_empty(held))
+    # what is found out about a mask
+    monkeypatch.setattr(
+        torch, "empty", lambda *sizes, dtype, device: guarded_empty(held)(inputs["q"], *sizes, dtype=dtype)
+    )
     monkeypatch.setattr(decoding, "_zeroed", zeroed)
     monkeypatch.setattr(decoding, "_eager", {})
     got = case.run(inputs)
     same(got, want)
-    assert len(held) >= len(want)
+    assert len(held) == len(want) + (4 if "mask" in inputs and isinstance(case, Case) else 0)
+    masks.forget()
     assert scratch or getattr(case, "splits", None) is None, "splits are put together through the scratch buffer"
     for whole, size in held + scratch:
         assert (whole[:GUARD] == SENTINEL).all(), "written before an output"
