@@ -27,7 +27,7 @@ KERNELS = {
     "benchmarks/ops/attention.py": {"sm90_fwd"},
     "benchmarks/ops/attention_cold.py": {"sm90_fwd", "any_decode"},
     "benchmarks/ops/attention_decode.py": {"any_decode"},
-    "benchmarks/ops/attention_masks.py": {"sm90_fwd"},
+    "benchmarks/ops/attention_masks.py": {"sm90_fwd", "any_classify"},
 }
 BEGIN, END = "<!-- benchmark table: made by benchmarks/report.py -->", "<!-- end of benchmark table -->"
 
