@@ -326,7 +326,9 @@ def main() -> None:
         with torch.no_grad():
             grid(max(5, args.rounds // 4))
         return
-    rows = Rows("benchmarks/ops/attention_decode.py", source_hash("attention", "any_decode"), f"torch {torch.__version__}")
+    rows = Rows(
+        "benchmarks/ops/attention_decode.py", source_hash("attention", "any_decode"), f"torch {torch.__version__}"
+    )
     bandwidth = copy_bandwidth()
     print(f"{rows.gpu}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s, {clocks()}", flush=True)
     with torch.no_grad():
