@@ -171,15 +171,18 @@ def cudnn(made: Inputs, mask: torch.Tensor) -> dict[str, Callable[[int], torch.T
         return {}
     stored = [tuple(t.transpose(1, 2) for t in tensors) for tensors in made]
     intervals = visible_intervals(mask, stored[0][0].shape[:2])
-    plan = create_mask_plan(intervals, *stored[0])
+
+    @functools.cache
+    def plan() -> Any:
+        return create_mask_plan(intervals, *stored[0])
 
     def planned(i: int) -> torch.Tensor:
-        return flex_attn_func(*stored[i], mask_plan=plan)
+        return flex_attn_func(*stored[i], mask_plan=plan())
 
     def unplanned(i: int) -> torch.Tensor:
         return flex_attn_func(*stored[i], mask_plan=create_mask_plan(intervals, *stored[i]))
 
-    return {"cudnn": planned, "cudnn_new": unplanned}
+    return runnable({"cudnn": planned, "cudnn_new": unplanned})
 
 
 def visible_intervals(mask: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
