@@ -232,7 +232,7 @@ class Machine:
         elif name.startswith("%rd"):
             stored = values.astype(np.int64).view(np.uint64) if values.dtype.kind == "i" else values.view(np.uint64)
         elif name.startswith("%rs"):
-            stored = values.view(np.uint16)
+            stored = values.astype(np.uint16) if values.dtype.itemsize == 1 else values.view(np.uint16)
         elif values.dtype.itemsize < 4:
             stored = values.astype(np.int32 if values.dtype.kind == "i" else np.uint32).view(np.uint32)
         elif values.dtype.itemsize == 8:

@@ -171,11 +171,6 @@ class HopperMachine(Machine):
         statement.sync = statement.sync or _CONVERGED.match(text) is not None
         return statement
 
-    @staticmethod
-    def _write(warp: _Warp, active: np.ndarray, name: str, values: np.ndarray) -> None:
-        narrow = values.dtype.itemsize == 1 and values.dtype != np.bool_
-        Machine._write(warp, active, name, values.astype(np.uint16) if narrow else values)
-
     # --- Small instructions ----------------------------------------------------------------------------------------
 
     def _op_setmaxnreg(self, parts, o):  # type: ignore[no-untyped-def]

@@ -1,0 +1,109 @@
+"""The sm80 forward runs on the CPU: its PTX, in a model of the machine, against fp64.
+
+Small shapes that visit every path: tails of queries and keys, rows and whole blocks that see no key, one step and more
+than there are slots, heads in sections, strided rows with NaN around them; copies as late as allowed, or at once.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accel.kernels.attention.cases import laid_out
+from accel.kernels.attention.launch import bounds
+from accel.kernels.attention.reference import attention_ref
+from accel.kernels.attention.sm80_config import Sm80Config, sm80_config
+from accel.kernels.runtime import arch as archs
+from accel.kernels.runtime import compile as runtime
+from accel.kernels.runtime.emulate import Machine, Memory, pack_tensor
+from accel.kernels.runtime.emulate_sm90 import divisor
+
+LOG2_E = math.log2(math.e)
+
+#: (arch, dtype, head_dim, head_dim_v, kind), (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections,
+#: and what differs from the configuration of the arch
+CASES: tuple[tuple[Any, ...], ...] = (
+    (("sm_80", "bfloat16", 128, 128, "causal"), (1, 2, 1, 140, 200), "none", None, 1, {}),
+    (("sm_80", "bfloat16", 128, 128, "causal"), (2, 4, 2, 150, 100), "bottom_right", None, 2, {}),
+    (("sm_90", "float16", 128, 128, "window"), (1, 2, 1, 200, 300), "top_left", (70, 20), 1, {}),
+    (("sm_86", "bfloat16", 128, 128, "window"), (1, 1, 1, 150, 190), "none", (33, 40), 1, {}),
+    (("sm_90", "bfloat16", 64, 64, "causal"), (1, 2, 1, 130, 330), "bottom_right", None, 1, {}),
+    (("sm_80", "float16", 64, 64, "causal"), (1, 1, 1, 100, 1), "none", None, 1, {"slots": 2}),
+    (("sm_80", "bfloat16", 96, 96, "causal"), (1, 1, 1, 130, 130), "top_left", None, 1, {}),
+    (("sm_80", "bfloat16", 72, 72, "causal"), (1, 1, 1, 40, 100), "none", None, 1, {}),
+    (("sm_80", "bfloat16", 192, 128, "causal"), (1, 1, 1, 100, 140), "bottom_right", None, 1, {}),
+    (("sm_80", "bfloat16", 256, 256, "causal"), (1, 1, 1, 130, 130), "top_left", None, 1, {}),
+    (("sm_86", "float16", 256, 256, "causal"), (1, 1, 1, 70, 90), "none", None, 1, {}),
+)
+
+
+@cache
+def ptx(config: Sm80Config, target: str) -> str:
+    return runtime.compile_only(runtime.Kernel("attention", "sm80_fwd", config), target).ptx
+
+
+def place(memory: Memory, t: torch.Tensor) -> bytes:
+    """A strided tensor of 16-bit elements as a parameter, its whole storage mapped."""
+    raw = np.frombuffer(bytes(t.untyped_storage()), np.uint8)
+    return pack_tensor(memory.place(raw) + 2 * t.storage_offset(), t.shape[:3], t.stride()[:3])
+
+
+def ints(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def name(case: tuple[Any, ...]) -> str:
+    return "_".join(map(str, (*case[0], *case[1], case[2])))
+
+
+RUNS = [(c, True) for c in CASES] + [(c, False) for c in (CASES[1], CASES[4], CASES[9])]
+
+
+@pytest.mark.parametrize(
+    ("case", "late"), RUNS, ids=lambda x: name(x) if isinstance(x, tuple) else "late" if x else "at_once"
+)
+def test_attention(case: tuple[Any, ...], late: bool) -> None:
+    (arch, *what), (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections, changes = case
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    found = sm80_config(*what, True, arch)
+    assert found is not None
+    c = replace(found, **changes)
+    drawn = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int, seqlen: int, size: int) -> torch.Tensor:
+        values = torch.randn(batch, heads, seqlen, size, generator=drawn).to(getattr(torch, c.dtype))
+        return laid_out(values, "rows")
+
+    q, k = draw(heads_q, seqlen_q, c.head_dim), draw(heads_kv, seqlen_k, c.head_dim)
+    v = draw(heads_kv, seqlen_k, c.head_dim_v)
+    out = np.full((batch, seqlen_q, heads_q, c.head_dim_v), 0xFFFF, np.uint16)
+    lse, memory = np.full((batch, heads_q, seqlen_q), np.nan, np.float32), Memory()
+    blocks, group = -(-seqlen_q // c.tile_m), heads_q // heads_kv
+    strides = (seqlen_q * heads_q * c.head_dim_v, c.head_dim_v, heads_q * c.head_dim_v)
+    parameters = [place(memory, t) for t in (q, k, v)]
+    parameters += [pack_tensor(memory.place(out), (batch, heads_q, seqlen_q), strides)]
+    parameters += [pack_tensor(memory.place(lse), lse.shape, (heads_q * seqlen_q, seqlen_q))]
+    parameters += [np.float32(c.head_dim**-0.5 * LOG2_E).tobytes()]
+    parameters += [ints(0 if causal == "top_left" else seqlen_k - seqlen_q), *map(ints, bounds(causal, window))]
+    numbers = (blocks, heads_q, group, batch * heads_kv, sections, group * blocks)
+    parameters += [p for n in numbers for p in (divisor(n), ints(n))]
+    machine = Machine(ptx(c, archs.compile_target(arch)), c.smem_bytes, memory, parameters, late)
+    machine.run(blocks * batch * heads_q, seed)
+    assert machine.bank_conflicts == 0
+
+    got = torch.from_numpy(out.view(np.int16)).view(q.dtype).transpose(1, 2).double()
+    want, want_lse = attention_ref(q, k, v, causal=causal, window=window)
+    assert not torch.isnan(got).any()
+    assert (got - want).norm() <= (4e-3 if c.dtype == "bfloat16" else 5e-4) * want.norm()
+    sums = torch.from_numpy(lse).double()
+    assert torch.equal(torch.isinf(sums), torch.isinf(want_lse)) and not torch.isnan(sums).any()
+    seen = ~torch.isinf(want_lse)
+    assert (sums - want_lse)[seen].abs().max() <= 1e-5
