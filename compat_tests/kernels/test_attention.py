@@ -47,7 +47,7 @@ DECLINES = (
     ({"k_layout": "strided"}, "the last dimension of k is not contiguous"),
     ({"v_layout": "rows"}, "the rows of v do not all start at multiples of 16 bytes, as TMA needs"),
     ({"batch": 0}, "nothing to compute: batch=0, heads_q=8, seqlen_q=300"),
-    ({"varlen": True}, "packed sequences: the sm_90 kernel has none"),
+    ({"varlen": True, "mask": "bool 11qk"}, "a mask (bool 11qk) over packed sequences"),
     ({"seqlen_k": 2**30}, f"seqlen_q=300, seqlen_k={2**30}: lengths must stay below 2**30"),
 )
 
@@ -77,6 +77,8 @@ def test_serves_and_no_length_makes_a_new_kernel() -> None:
         assert isinstance(other, Choice) and other.config is chosen.config
     kinds = [({}, "full"), ({"causal": "top_left"}, "causal"), ({"causal": "bottom_right"}, "causal")]
     kinds += [({"window": (10, 0)}, "window"), ({"window": (10, -1), "causal": "top_left"}, "window")]
+    packed = plan(AttentionFacts(**{**GOOD, "varlen": True, "seqlen_q": 1}), "sm_90")
+    assert isinstance(packed, Choice) and packed.config == dataclasses.replace(chosen.config, varlen=True)  # type: ignore[type-var]
     masked = {"mask": "bool b1qk", "mask_layout": "strided"}
     kinds += [(masked, "mask"), ({**masked, "causal": "top_left", "window": (3, 0)}, "mask")]
     for changes, kind in kinds:

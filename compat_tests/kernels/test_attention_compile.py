@@ -31,12 +31,17 @@ CONFIGS = (
     (("float16", 64, 64, "mask", True), {}),
     (("bfloat16", 192, 128, "mask", False), {}),
     (("bfloat16", 256, 256, "mask", False), {}),
+    (("bfloat16", 128, 128, "causal", True), {"varlen": True}),
+    (("bfloat16", 64, 64, "full", False), {"varlen": True}),
+    (("float16", 256, 256, "window", False), {"varlen": True}),
 )
 
 
 def machine_code(family: str, module: str, config: object) -> tuple[sass.Sass, str]:
     compiled = runtime.compile_only(runtime.Kernel(family, module, config), "sm_90a")
-    (code,) = sass.disassemble(compiled.cubin)
+    codes = sass.disassemble(compiled.cubin)
+    (code,) = (code for code in codes if "cutlass_kernel" in code.name)
+    assert all(code.spills == 0 for code in codes)
     return code, compiled.ptx
 
 
@@ -72,7 +77,11 @@ def test_attention(arguments: tuple[str, int, int, str, bool], changes: dict[str
     assert code.count("STG") == (2 if c.lse else 0)
     # Counts and lists; of a partial tile, the bits of two rows a thread, in the first step and in the loop.
     bits = code.count("LDG", "128" if c.tile_n == 128 else "64")
-    assert (code.count("LDG") > bits == 4) if c.kind == "mask" else code.count("LDG") == 0
+    if c.varlen:
+        assert code.count("LDG") == 6  # a row of the table: by the producer, the consumers' first tile, the next ones
+        assert "cp.async.bulk.tensor.5d" in ptx
+    else:
+        assert (code.count("LDG") > bits == 4) if c.kind == "mask" else code.count("LDG") == 0
 
 
 def test_the_softmax_stays_in_front_of_the_wait() -> None:

@@ -86,7 +86,7 @@ FACTS = AttentionFacts(
     ("changes", "arch", "reason"),
     [
         ({"window": (3, 0)}, "sm_90", r"window=\(3, 0\): the decode kernel has causality and masks only"),
-        ({"varlen": True}, "sm_90", "packed sequences: the decode kernel has none"),
+        ({"varlen": True}, "sm_80", "packed sequences: the decode kernel has none"),
         (
             {"head_dim": 72, "head_dim_v": 72},
             "sm_90",

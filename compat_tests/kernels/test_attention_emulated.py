@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -132,6 +133,88 @@ def test_attention(case: tuple, late: bool) -> None:
     assert torch.equal(torch.isinf(found), torch.isinf(want_lse)) and not torch.isnan(found).any()
     seen = ~torch.isinf(want_lse)
     assert (found - want_lse)[seen].abs().max() <= (1e-5 if not c.by_fma else 1e-4)
+
+
+#: (dtype, head_dim, head_dim_v, kind), heads of q and k, lengths of the sequences in q and k, lengths that are used or
+#: None, causal, window, what differs from the plan
+PACKED = (
+    (
+        ("bfloat16", 128, 128, "causal"),
+        (2, 1),
+        ((130, 0, 70, 1), (130, 40, 200, 0)),
+        (None, None),
+        "bottom_right",
+        None,
+        {},
+    ),
+    (("bfloat16", 64, 64, "full"), (2, 2), ((40, 200), (150, 90)), (None, (130, 90)), "none", None, {}),
+    (("float16", 128, 128, "window"), (1, 1), ((150, 30), (200, 33)), ((140, 5), None), "top_left", (60, 20), NEXT),
+    (("bfloat16", 256, 256, "causal"), (1, 1), ((66, 20), (66, 90)), (None, None), "top_left", None, {}),
+)
+
+
+def packed_map(array: np.ndarray, t: torch.Tensor, rows: int, columns: int) -> TensorMap:
+    """Of a (total, heads, size) tensor, as tma.segmented describes it."""
+    width = next(w for w in (128, 64, 32) if 2 * columns % w == 0)
+    sizes = (t.shape[2], 2**30, t.shape[1], 0x7FFF0000, 0x7FFF0000)
+    strides = (1, t.stride(0), t.stride(1), t.stride(0), 2**34 - t.stride(0))
+    return TensorMap(array, sizes, strides, (width // 2, rows, 1, 1, 1), width)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: "_".join(map(str, (*case[0], *case[1], case[4]))))
+def test_packed_sequences(case: tuple) -> None:
+    """Rows of no sequence hold NaN, and are still there afterwards."""
+    what, (heads_q, heads_kv), (lengths_q, lengths_k), used, causal, window, changes = case
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    c = replace(forward_config(*what, True, True), **changes)
+    drawn = torch.Generator().manual_seed(seed)
+    starts = [np.concatenate(([3], 3 + np.cumsum(n))).astype(np.int32) for n in (lengths_q, lengths_k)]
+    counts = [np.array(n if u is None else u, np.int32) for n, u in zip((lengths_q, lengths_k), used, strict=True)]
+    pieces = [[slice(s, s + n) for s, n in zip(a, b, strict=False)] for a, b in zip(starts, counts, strict=True)]
+
+    def draw(side: int, heads: int, size: int) -> torch.Tensor:
+        t = torch.full((int(starts[side][-1]) + 9, heads, size), torch.nan)
+        for piece in pieces[side]:
+            t[piece] = torch.randn(t[piece].shape, generator=drawn)
+        return t.to(getattr(torch, c.dtype))
+
+    q, k, v = draw(0, heads_q, c.head_dim), draw(1, heads_kv, c.head_dim), draw(1, heads_kv, c.head_dim_v)
+    out = torch.full((q.shape[0], heads_q, c.head_dim_v), 7.0).to(q.dtype)
+    tiles = ((q, 64, c.padded), (k, c.tile_n, c.padded), (v, c.tile_n, c.padded_v), (out, 64, c.padded_v))
+    arrays = [elements(t) for t, _, _ in tiles]
+    maps = {2 * i: packed_map(arrays[i], *tile) for i, tile in enumerate(tiles)}
+    lse, memory = np.full((heads_q, q.shape[0]), 7.0, np.float32), Memory()
+    table = np.full((q.shape[0] // c.tile_m + len(lengths_q), 8), -1, np.int32)
+    place = pack_tensor(memory.place(table), table.shape[:1], (8,))
+    parameters = [pack_tensor(memory.place(n), n.shape, ()) for n in (*starts, *counts)]
+    parameters += [ints(sum(1 << i for i in range(2) if used[i] is not None)), place]
+    entries = re.split(r"(?=\.visible \.entry)", ptx("attention", "sm90_fwd", c))
+    (fill,) = (p for p in entries if "entry kernel_cutlass_fill" in p)
+    (attend,) = (p for p in entries if "entry kernel_cutlass_kernel" in p)
+    HopperMachine(fill, SMEM, memory, parameters, {}).run(len(lengths_q), seed)
+
+    parameters = [p for t, _, _ in tiles for p in (b"", ints(t.shape[1]))]
+    parameters += [pack_tensor(memory.place(lse), lse.shape, (q.shape[0],)), place]
+    parameters += [np.float32(c.head_dim**-0.5 * LOG2_E).tobytes(), ints(causal != "top_left")]
+    parameters += [*map(ints, bounds(causal, window)), ints(len(table) * heads_q)]
+    parameters += [p for n in (heads_q, heads_q // heads_kv) for p in (divisor(n), ints(n))]
+    HopperMachine(attend, SMEM, memory, parameters, maps).run(min(3, len(table) * heads_q), seed)
+
+    got = torch.from_numpy(arrays[3].view(np.int16)).view(q.dtype).reshape(out.shape).double()
+    found = torch.from_numpy(lse).double()
+    beside = torch.ones(q.shape[0], dtype=torch.bool)
+    for one, other in zip(*pieces, strict=True):
+        beside[one] = False
+        parts = (t[p].transpose(0, 1)[None] for t, p in ((q, one), (k, other), (v, other)))
+        want, want_lse = attention_ref(*parts, causal=causal, window=window)
+        want = want[0].transpose(0, 1)
+        assert not torch.isnan(got[one]).any()
+        assert (got[one] - want).norm() <= (4e-3 if c.dtype == "bfloat16" else 5e-4) * want.norm()
+        seen = ~torch.isinf(want_lse[0])
+        assert torch.equal(torch.isinf(found[:, one]), ~seen)
+        assert (found[:, one] - want_lse[0])[seen].abs().sum() <= 1e-5 * max(int(seen.sum()), 1)
+    assert (got[beside] == 7.0).all() and (found[:, beside] == 7.0).all()
 
 
 def test_gemm() -> None:

@@ -2,7 +2,7 @@
 
 `facts.py` says what there is to know about a call, `plan.py` decides from that alone, `launch.py` runs it. On sm_90 a
 kernel serves bf16 and fp16, head dims up to 256, grouped heads, causality, windows and boolean masks, whose empty tiles
-cost nothing; everything else declines.
+cost nothing; everything else declines. `attention_varlen` (varlen.py) takes packed sequences.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch import Tensor
 from . import launch
 from .facts import AttentionFacts, read
 from .plan import plan
+from .varlen import attention_varlen
 
-__all__ = ["AttentionFacts", "attention", "plan", "read"]
-
-CAUSAL = ("none", "top_left", "bottom_right")
+__all__ = ["AttentionFacts", "attention", "attention_varlen", "plan", "read"]
 
 
 def attention(
@@ -56,13 +55,7 @@ def attention(
     Raises ValueError for a causal, window or scale out of range, Decline where no kernel serves the call. Dao,
     FlashAttention-2, arXiv 2307.08691; Shah et al., FlashAttention-3, arXiv 2407.08608.
     """
-    diagonal = causal if isinstance(causal, str) else ("top_left" if causal else "none")
-    if diagonal not in CAUSAL:
-        raise ValueError(f"causal must be a bool or one of {', '.join(CAUSAL)}, got {causal!r}")
-    if window is not None and (len(window) != 2 or min(window) < -1):
-        raise ValueError(f"window must be two bounds of -1 or more, got {window!r}")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale!r}")
+    diagonal = launch.arguments(causal, window, scale)
     if torch.compiler.is_compiling():
         left, right = (-2, -2) if window is None else window
         out, lse = torch.ops.accel.attention(q, k, v, mask, diagonal, left, right, scale, return_lse)

@@ -19,6 +19,7 @@ from .decode_cases import DECODE_CASES, DecodeCase
 from .facts import AttentionFacts, read
 from .mask_cases import MASKS, mask_of
 from .reference import attention_ref, visible
+from .varlen_cases import VARLEN_CASES, VarlenCase
 
 BF16, FP16 = "bfloat16", "float16"
 LAYOUTS = ("bhsd", "bshd", "packed", "rows")
@@ -125,9 +126,9 @@ class Case:
         return {"out": out, "lse": lse} if self.lse else {"out": out}
 
 
-def portable(case: Case | DecodeCase, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def portable(case: Case | DecodeCase | VarlenCase, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The yardstick: torch's own attention in the call's dtype, and for the log-sum-exp the formula in fp32."""
-    if isinstance(case, DecodeCase):
+    if isinstance(case, DecodeCase | VarlenCase):
         return case.portable(inputs)
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     group = case.heads[0] // case.heads[1]
@@ -224,4 +225,4 @@ def _cases() -> tuple[Case, ...]:
 
 
 FWD_CASES = _cases()
-CASES: tuple[Case | DecodeCase, ...] = (*FWD_CASES, *DECODE_CASES)
+CASES: tuple[Case | DecodeCase | VarlenCase, ...] = (*FWD_CASES, *VARLEN_CASES, *DECODE_CASES)

@@ -41,6 +41,7 @@ class FwdConfig:
     ahead: bool = False
     #: Of every four groups of eight keys, the exponentials of so many are computed by multiply-adds in unmasked steps.
     by_fma: int = 0
+    varlen: bool = False  #: sequences are packed behind each other, and their lengths are on the device
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -56,6 +57,8 @@ class FwdConfig:
             raise ValueError(f"tile_n must be a multiple of 16 up to 256, got {self.tile_n}")
         if self.kind == "mask" and (self.tile_m != BLOCK or self.tile_n not in (TILE // 2, TILE)):
             raise ValueError(f"a mask's lists are of {BLOCK} x {TILE}, got tiles of {self.tile_m} x {self.tile_n}")
+        if self.kind == "mask" and self.varlen:
+            raise ValueError("packed sequences have no mask")
         if not 0 <= self.by_fma <= 4:
             raise ValueError(f"by_fma must be 0 to 4, got {self.by_fma}")
         if self.ahead and not self.own_out:

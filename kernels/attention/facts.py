@@ -43,7 +43,7 @@ class AttentionFacts:
     needs_grad: bool
     lse: bool = False  #: the log-sum-exp of every row is wanted too
     window: tuple[int, int] | None = None  #: keys seen before and after the diagonal, -1 without a bound
-    varlen: bool = False  #: packed sequences with cu_seqlens on the device; batch and lengths are then upper bounds
+    varlen: bool = False  #: packed sequences with cu_seqlens on the device; lengths are then upper bounds
 
     @property
     def group(self) -> int:

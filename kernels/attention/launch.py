@@ -25,10 +25,23 @@ from .mask_config import ClassifyConfig
 from .masks import FAR
 from .plan import DTYPES, FAMILY, forward_config, plan
 
+CAUSAL = ("none", "top_left", "bottom_right")
 EVERY = 2**31 - 1  #: CTAs: one for every tile
 REMEMBERED = 4096
 _loaded: dict[tuple[FwdConfig, int], tuple[Callable[..., Any], int]] = {}  #: by device: the function, CTAs at a time
 _choices: dict[tuple[AttentionFacts, int], FwdConfig | DecodeConfig] = {}
+
+
+def arguments(causal: bool | str, window: tuple[int, int] | None, scale: float | None) -> str:
+    """`AttentionFacts.causal` of a call; raises ValueError for what no call may ask for."""
+    diagonal = causal if isinstance(causal, str) else ("top_left" if causal else "none")
+    if diagonal not in CAUSAL:
+        raise ValueError(f"causal must be a bool or one of {', '.join(CAUSAL)}, got {causal!r}")
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        raise ValueError(f"window must be two bounds of -1 or more, got {window!r}")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale!r}")
+    return diagonal
 
 
 def facts_of(
@@ -108,9 +121,7 @@ def forward(
     """
     batch, heads, seqlen_q, head_dim = q.shape
     seqlen_k = k.shape[2]
-    index = q.get_device()
-    loaded = _loaded.get((config, index))
-    launch, ctas = loaded if loaded is not None else _load(config, q.device, index)
+    launch, ctas = loaded(config, q)
     stored = q.new_empty(batch, seqlen_q, heads, v.shape[3])
     out = stored.transpose(1, 2)
     found = out if seqlen_dim == 2 else stored
@@ -133,14 +144,21 @@ def forward(
     return found, lse
 
 
+def loaded(config: FwdConfig, q: Tensor) -> tuple[Callable[..., Any], int]:
+    """The launch function for q's device, and the CTAs to ask for."""
+    index = q.get_device()
+    found = _loaded.get((config, index))
+    return found if found is not None else _load(config, q.device, index)
+
+
 def _load(config: FwdConfig, device: torch.device, index: int) -> tuple[Callable[..., Any], int]:
     decoding.on_cuda(device)
     target = archs.compile_target(archs.dispatch_arch(device))
     ctas = sm_count(index) if config.persistent else EVERY
     if config.kind == "mask":
         masks.load(device)
-    _loaded[config, index] = loaded = function(Kernel(FAMILY, "sm90_fwd", config), target), ctas
-    return loaded
+    _loaded[config, index] = found = function(Kernel(FAMILY, "sm90_fwd", config), target), ctas
+    return found
 
 
 def bounds(causal: str, window: tuple[int, int] | None) -> tuple[int, int]:

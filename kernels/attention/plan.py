@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from accel.outcome import Choice, Declined
@@ -21,7 +22,7 @@ def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
     """The decision for `facts` on dispatch arch `arch`: a kernel with its configuration, or why nothing serves. Pure.
 
     "any_decode" takes up to 16 q positions, on every arch. "sm90_fwd" takes more: below, its tiles of 64 queries would
-    be mostly empty, and it does not split a long row of keys over the GPU.
+    be mostly empty, and it does not split a long row of keys over the GPU. Packed sequences are "sm90_fwd"'s alone.
 
     Lengths do not decide. For a length that it has not seen upstream plans for 30 to 130 ms; for a length that it has,
     not at all; and which of the two a call is, only upstream knows. Generation and serving are made of new lengths, so
@@ -34,7 +35,7 @@ def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
     reason = limit(facts)
     if reason is None and archs.limits(arch) is None:
         reason = f"no attention kernel for {arch} yet: upstream's own code runs"
-    if reason is None and facts.seqlen_q <= decode_plan.MAX_SEQLEN_Q:
+    if reason is None and facts.seqlen_q <= decode_plan.MAX_SEQLEN_Q and not (facts.varlen and arch == "sm_90"):
         choice = decode_plan.choose(facts, arch)
         return Declined(choice) if isinstance(choice, str) else choice
     if reason is None and arch != "sm_90":
@@ -43,7 +44,7 @@ def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
         reason = beyond_sm90(facts)
     if reason is not None:
         return Declined(reason)
-    config = forward_config(facts.dtype, facts.head_dim, facts.head_dim_v, kind(facts), facts.lse)
+    config = forward_config(facts.dtype, facts.head_dim, facts.head_dim_v, kind(facts), facts.lse, facts.varlen)
     return Choice(FAMILY, "sm90_fwd", config)
 
 
@@ -72,8 +73,8 @@ def limit(facts: AttentionFacts) -> str | None:
 
 def beyond_sm90(facts: AttentionFacts) -> str | None:
     """What the family takes and the sm_90 kernel does not."""
-    if facts.varlen:
-        return "packed sequences: the sm_90 kernel has none"
+    if facts.varlen and facts.mask != "none":
+        return f"a mask ({facts.mask}) over packed sequences"
     for name, layout in (("q", facts.q_layout), ("k", facts.k_layout), ("v", facts.v_layout)):
         if layout != "aligned":
             return f"the rows of {name} do not all start at multiples of 16 bytes, as TMA needs"
@@ -92,7 +93,7 @@ def kind(facts: AttentionFacts) -> str:
 
 
 @lru_cache(maxsize=1024)
-def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: bool) -> FwdConfig:
+def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: bool, varlen: bool = False) -> FwdConfig:
     """Tiles per head dim: accumulators of q @ k.T (tile_n / 2 registers) and of the output (head_dim_v / 2) and P
     (tile_n / 4) within 240 registers a thread, or 160 with three warpgroups; both rings twice in shared memory.
 
@@ -100,6 +101,8 @@ def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: b
     queries and keys of d64: 77 against 87 us), and by 1-2% for causal d96 and d256. One for every tile is faster by 4%
     for d128 and d80 without causality, and by 1, 9 and 25% for causal d128 of 4096 and 16384 and d192 of 8192.
     """
+    if varlen:
+        return replace(forward_config(dtype, head_dim, head_dim_v, kind, lse), varlen=True)
     what = (dtype, head_dim, head_dim_v, kind, lse)
     if kind == "mask":  # 128 x 128, or halves of that where the output takes half of the registers
         if head_dim_v <= 128:

@@ -10,6 +10,9 @@ that the upper bound or the end of the keys cuts, those that nothing cuts, those
 
 With a mask, steps are the entries of lists that `any_classify.py` makes of it: the partial tiles of a block of queries
 first, each with a bit a score, then the full ones without any mask code. Tiles that nobody sees are in no list.
+
+Packed sequences (varlen) have a table of their blocks, see `sequence_blocks.py`. A sequence is a segment to the copy
+engine: what lies behind its end is read as zero, whatever it is, and never written.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..blocks import pipeline, roles, scheduler, softmax, tma, wgmma
-from . import any_classify
+from . import any_classify, sequence_blocks
 from .config import ROWS, FwdConfig
 from .mask_config import TILE
+from .sequence_table import PITCH
 
 LOG2_E = 1.4426950408889634
 L2_BYTES = 32 * 1024 * 1024  #: of keys and values that may be in use together
@@ -35,6 +39,9 @@ class AttentionForward:
     strides; lse (batch, heads_q, seqlen_q) fp32. Lengths are at least 1. At most `ctas` CTAs share the tiles.
     Kind "mask" also takes what `any_classify.py` says of it after out or lse: counts (batch, heads_q, blocks, 2), lists
     (batch, heads_q, blocks, tiles) and bits (batch, heads_q, blocks, tiles, 128, 4), and no offset, left and right.
+    With `varlen` q is (total_q, heads_q, head_dim), k and v (total_k, heads_kv, ...), out as q, lse (heads_q, total_q);
+    then come cu_seqlens_q and _k (batch + 1), used lengths of q and of k and `used`, see `sequence_blocks.fill`, the
+    table (total_q // tile_m + batch, 8), and for offset 1 if the diagonal ends at the bottom right, else 0.
     """
 
     def __init__(self, config: FwdConfig) -> None:
@@ -120,17 +127,92 @@ class AttentionForward:
         self.launch(mQ, mK, mV, mO, None, scale, zero, zero, zero, ctas, stream, (mCounts, mLists, mBits))
 
     @cute.jit
+    def packed_with_lse(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mCuQ: cute.Tensor,
+        mCuK: cute.Tensor,
+        mUsedQ: cute.Tensor,
+        mUsedK: cute.Tensor,
+        mTable: cute.Tensor,
+        used: Int32,
+        scale: Float32,
+        bottom_right: Int32,
+        left: Int32,
+        right: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        lengths = (mCuQ, mCuK, mUsedQ, mUsedK, used, mTable)
+        self.launch_packed(mQ, mK, mV, mO, mLSE, lengths, scale, bottom_right, left, right, ctas, stream)
+
+    @cute.jit
+    def packed_without_lse(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mCuQ: cute.Tensor,
+        mCuK: cute.Tensor,
+        mUsedQ: cute.Tensor,
+        mUsedK: cute.Tensor,
+        mTable: cute.Tensor,
+        used: Int32,
+        scale: Float32,
+        bottom_right: Int32,
+        left: Int32,
+        right: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        lengths = (mCuQ, mCuK, mUsedQ, mUsedK, used, mTable)
+        self.launch_packed(mQ, mK, mV, mO, None, lengths, scale, bottom_right, left, right, ctas, stream)
+
+    @cute.jit
+    def launch_packed(self, mQ, mK, mV, mO, mLSE, lengths, scale, bottom_right, left, right, ctas, stream):
+        c = self.config
+        mCuQ, mTable = lengths[0], lengths[5]
+        sequence_blocks.fill(*lengths, c.tile_m).launch(
+            grid=[mCuQ.shape[0] - 1, 1, 1], block=[sequence_blocks.WARP, 1, 1], stream=stream
+        )
+        mQ, mK, mV, mO = [
+            tma.segmented(cute.make_tensor(t.iterator, cute.select(t.layout, mode=[0, 2, 1]))) for t in (mQ, mK, mV, mO)
+        ]
+        tiles = mTable.shape[0] * mQ.shape[2]
+        heads, group = [cute.fast_divmod_create_divisor_v2(n) for n in (mQ.shape[2], mQ.shape[2] // mK.shape[2])]
+        self.kernel(
+            *self.atoms(mQ, mK, mV, mO), mLSE, None, None, None, mTable,
+            scale * LOG2_E, bottom_right, left, right, tiles, None, heads, group, None, None, None,
+        ).launch(
+            grid=[cutlass.min(tiles, ctas), 1, 1],
+            block=[roles.threads(c.warpgroups), 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def atoms(self, mQ, mK, mV, mO):
+        """Of q, k, v and out: the copy atom, and the tensor of coordinates to copy from or to."""
+        c = self.config
+        layout_q, layout_k, layout_v, layout_o = self.layouts()
+        atom_q, tQ = tma.load_atom(mQ, wgmma.one_stage(layout_q), (ROWS, c.padded))
+        atom_k, tK = tma.load_atom(mK, wgmma.one_stage(layout_k), (c.tile_n, c.padded))
+        atom_v, tV = tma.load_atom(mV, wgmma.one_stage(layout_v), (c.tile_n, c.padded_v))
+        atom_o, tO = tma.store_atom(mO, wgmma.one_stage(layout_o), (ROWS, c.padded_v))
+        return atom_q, tQ, atom_k, tK, atom_v, tV, atom_o, tO
+
+    @cute.jit
     def launch(self, mQ, mK, mV, mO, mLSE, scale, offset, left, right, ctas, stream, lists=(None, None, None)):
         c = self.config
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
         mQ, mK, mV, mO = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mQ, mK, mV, mO)
         ]
-        layout_q, layout_k, layout_v, layout_o = self.layouts()
-        atom_q, tQ = tma.load_atom(mQ, wgmma.one_stage(layout_q), (ROWS, c.padded))
-        atom_k, tK = tma.load_atom(mK, wgmma.one_stage(layout_k), (c.tile_n, c.padded))
-        atom_v, tV = tma.load_atom(mV, wgmma.one_stage(layout_v), (c.tile_n, c.padded_v))
-        atom_o, tO = tma.store_atom(mO, wgmma.one_stage(layout_o), (ROWS, c.padded_v))
         blocks = cute.ceil_div(mQ.shape[0], c.tile_m)
         heads = mQ.shape[2] * mQ.shape[3]
         group = mQ.shape[2] // mK.shape[2]
@@ -141,7 +223,7 @@ class AttentionForward:
             cute.fast_divmod_create_divisor_v2(n) for n in (blocks, mQ.shape[2], group, units, sections, group * blocks)
         ]
         self.kernel(
-            atom_q, tQ, atom_k, tK, atom_v, tV, atom_o, tO, mLSE, *lists,
+            *self.atoms(mQ, mK, mV, mO), mLSE, *lists, None,
             scale * LOG2_E, offset, left, right, blocks * heads, *divisors,
         ).launch(
             grid=[cutlass.min(blocks * heads, ctas), 1, 1],
@@ -153,7 +235,7 @@ class AttentionForward:
     @cute.kernel
     def kernel(
         self,
-        atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, mLSE, mCounts, mLists, mBits,
+        atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, mLSE, mCounts, mLists, mBits, mTable,
         scale_log2: Float32,
         offset: Int32,
         left: Int32,
@@ -199,6 +281,8 @@ class AttentionForward:
         limits = (mQ.shape[0], mK.shape[0], offset, left, right)
         if const_expr(c.kind == "mask"):
             limits = (*limits, mCounts)
+        if const_expr(c.varlen):
+            limits = (None, None, offset, left, right, mTable)
         pipeline.init_wait()
 
         if warp < 4:
@@ -219,7 +303,14 @@ class AttentionForward:
 
     @cute.jit
     def tile(self, number: Int32, work, limits):
-        """(block of queries, head, batch, steps) of a tile of this CTA."""
+        """(block of queries, head, batch, steps) of a tile of this CTA; of packed sequences, (q_end, q_len, k_end,
+        k_len) in place of the batch."""
+        if const_expr(self.config.varlen):
+            # The one after the last is asked for too.
+            tile = cutlass.min(scheduler.back_and_forth(number), work[0] - 1)
+            lengths, block = sequence_blocks.read(limits[5], tile // work[2])
+            bounds = self.steps(block, lengths[1], lengths[3], diagonal(lengths, limits), *limits[3:5])
+            return block, tile % work[2], lengths, bounds
         _, blocks, heads_q, group, units, sections, unit_tiles = work
         tile = scheduler.back_and_forth(number)
         if const_expr(self.config.kind == "full"):
@@ -258,6 +349,14 @@ class AttentionForward:
         return Int32(0), Int32(0), full, full + partial
 
     @cute.jit
+    def rows(self, coordinates, head: Int32, batch, of_keys: cutlass.Constexpr):
+        """(rows, columns) of a head."""
+        if const_expr(self.config.varlen):
+            first = 2 if of_keys else 0
+            return tma.segment(coordinates, head, batch[first], batch[first + 1])
+        return coordinates[None, None, head, batch]
+
+    @cute.jit
     def load(self, atom_q, mQ, sQ, ring_q, atom_k, mK, sK, ring_k, atom_v, mV, sV, ring_v, work, limits):
         """The producer warp: q once a tile, then k a step ahead of v, in the order in which the consumers want them."""
         c = self.config
@@ -267,9 +366,9 @@ class AttentionForward:
             block, head, batch, bounds = self.tile(number, work, limits)
             begin, _, _, end = bounds
             kv_head = head // work[3]
-            gQ = cute.local_tile(mQ[None, None, head, batch], (ROWS, c.padded), (None, 0))
-            gK = cute.local_tile(mK[None, None, kv_head, batch], (c.tile_n, c.padded), (None, 0))
-            gV = cute.local_tile(mV[None, None, kv_head, batch], (c.tile_n, c.padded_v), (None, 0))
+            gQ = cute.local_tile(self.rows(mQ, head, batch, False), (ROWS, c.padded), (None, 0))
+            gK = cute.local_tile(self.rows(mK, kv_head, batch, True), (c.tile_n, c.padded), (None, 0))
+            gV = cute.local_tile(self.rows(mV, kv_head, batch, True), (c.tile_n, c.padded_v), (None, 0))
             tQsQ, tQgQ = tma.partition(atom_q, sQ, gQ)
             k = (atom_k, *tma.partition(atom_k, sK, gK))
             v = (atom_v, *tma.partition(atom_v, sV, gV))
@@ -374,6 +473,8 @@ class AttentionForward:
         for number in cutlass.range(count, unroll=1):
             row = (block * c.warpgroups + warpgroup) * ROWS + wgmma.row_in_tile(thread, 0)
             mask = (row, thread % 4 * 2, seqlen_k, offset, left, right)
+            if const_expr(c.varlen):
+                mask = (row, thread % 4 * 2, batch[3], diagonal(batch, limits), left, right)
             if const_expr(c.kind == "mask"):
                 gList, bits = self.masks_of(lists, batch, head, block, row, thread)
             rQ = all_q[None, None, None, state_q.index * c.warpgroups + warpgroup]
@@ -465,9 +566,12 @@ class AttentionForward:
             softmax.rescale(acc, row_scale)
             if const_expr(mLSE is not None):
                 for r in cutlass.range_constexpr(2):
-                    if thread % 4 == 0 and row + 8 * r < seqlen_q:
+                    if const_expr(c.varlen):
+                        if thread % 4 == 0 and row + 8 * r < batch[1]:
+                            mLSE[head, batch[0] - batch[1] + row + 8 * r] = lse[r]
+                    elif thread % 4 == 0 and row + 8 * r < seqlen_q:
                         mLSE[batch, head, row + 8 * r] = lse[r]
-            gO = cute.local_tile(mO[None, None, head, batch], (ROWS, c.padded_v), (None, 0))
+            gO = cute.local_tile(self.rows(mO, head, batch, False), (ROWS, c.padded_v), (None, 0))
             self.store(acc, mma_pv, atom_o, sO, gO, block * c.warpgroups + warpgroup, warpgroup, thread)
             if const_expr(not c.own_out):
                 ring_q.consumer_release(state_q)
@@ -605,8 +709,16 @@ class AttentionForward:
                 softmax.mask_below(scores, r, diagonal - left - start)
 
 
+@cute.jit
+def diagonal(lengths, limits) -> Int32:
+    """`offset` of a packed sequence."""
+    return (lengths[3] - lengths[1]) * limits[2]
+
+
 def build(config: FwdConfig):
     """(host function, stand-in arguments) for the compiler."""
+    if config.varlen:
+        return build_packed(config)
     dtype = wgmma.DTYPES[config.dtype]
     batch, heads_q, heads_kv, seqlen_q, seqlen_k = (cute.sym_int32() for _ in range(5))
 
@@ -629,3 +741,31 @@ def build(config: FwdConfig):
     if not config.lse:
         return kernel.without_lse, (q, k, v, out, *numbers, stream)
     return kernel.with_lse, (q, k, v, out, lse, *numbers, stream)
+
+
+def build_packed(config: FwdConfig):
+    dtype = wgmma.DTYPES[config.dtype]
+    heads_q, heads_kv, total_q, total_k, starts = (cute.sym_int32() for _ in range(5))
+
+    def tensor(rows, heads, size):
+        stride = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+        return cute.runtime.make_fake_tensor(dtype, (rows, heads, size), stride=stride, assumed_align=16)
+
+    def numbers(*shape, align: int = 4, element=Int32):
+        stride = (*(cute.sym_int64() for _ in shape[1:]), 1)
+        return cute.runtime.make_fake_tensor(element, shape, stride=stride, assumed_align=align)
+
+    tensors = [
+        tensor(total_q, heads_q, config.head_dim),
+        tensor(total_k, heads_kv, config.head_dim),
+        tensor(total_k, heads_kv, config.head_dim_v),
+        tensor(total_q, heads_q, config.head_dim_v),
+    ]
+    if config.lse:
+        tensors.append(numbers(heads_q, total_q, element=Float32))
+    tensors += [numbers(starts), numbers(starts), numbers(cute.sym_int32()), numbers(cute.sym_int32())]
+    tensors.append(numbers(cute.sym_int32(), PITCH, align=16))
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = AttentionForward(config)
+    host = kernel.packed_with_lse if config.lse else kernel.packed_without_lse
+    return host, (*tensors, Int32(0), Float32(1.0), *(Int32(0) for _ in range(3)), Int32(1), stream)
