@@ -137,7 +137,8 @@ def portable(case: Case | DecodeCase | VarlenCase, inputs: dict[str, Any]) -> di
     if case.seqlens[1] == 0:
         out = q.new_zeros(*q.shape[:3], v.shape[3])
     elif mask is not None:
-        seen = mask if seen is None else mask & seen
+        # Torch's own kernels take a mask with contiguous rows only; for others it falls back to fp32 throughout.
+        seen = (mask if seen is None else mask & seen).contiguous()
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=case.scale)
         out = torch.where(
             seen.any(-1, keepdim=True), out, 0.0
