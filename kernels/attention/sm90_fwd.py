@@ -256,7 +256,6 @@ class AttentionForward:
             barriers_q: pipeline.barrier_storage(c.q_stages)
             barriers_k: pipeline.barrier_storage(c.stages)
             barriers_v: pipeline.barrier_storage(c.stages)
-            barrier_hold: cute.struct.MemRange[cutlass.Int64, 1]
             tiles_q: cute.struct.Align[cute.struct.MemRange[self.dtype, size_q if c.own_out else size_qo], 1024]
             tiles_k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             tiles_v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
@@ -267,10 +266,6 @@ class AttentionForward:
         ring_q = pipeline.ring(storage.barriers_q, c.q_stages, warps, 2 * c.tile_m * c.padded)
         ring_k = pipeline.ring(storage.barriers_k, c.stages, warps, 2 * c.tile_n * c.padded)
         ring_v = pipeline.ring(storage.barriers_v, c.stages, warps, 2 * c.tile_n * c.padded_v)
-        hold = storage.barrier_hold.data_ptr()
-        if warp == 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_init(hold, 1)
         pipeline.init_fence()
         sQ = storage.tiles_q.get_tensor(layout_q.outer, swizzle=layout_q.inner)
         sK = storage.tiles_k.get_tensor(layout_k.outer, swizzle=layout_k.inner)
@@ -297,7 +292,7 @@ class AttentionForward:
         else:
             cute.arch.setmaxregister_increase(roles.REGISTERS[c.warpgroups][1])
             self.consume(
-                sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2, work, limits, hold,
+                sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2, work, limits,
                 (mLists, mBits),
             )  # fmt: skip
 
@@ -406,6 +401,7 @@ class AttentionForward:
             gK = cute.local_tile(mK[None, None, kv_head, batch], (c.tile_n, c.padded), (None, 0))
             gV = cute.local_tile(mV[None, None, kv_head, batch], (c.tile_n, c.padded_v), (None, 0))
             gList = mLists[batch, head, block, None]
+            last = gList[gList.shape[0] - 1]  # the first step's tile if there are partial ones: read with the counts
             tQsQ, tQgQ = tma.partition(atom_q, sQ, gQ)
             k = (atom_k, *tma.partition(atom_k, sK, gK))
             v = (atom_v, *tma.partition(atom_v, sV, gV))
@@ -416,7 +412,9 @@ class AttentionForward:
                 cute.copy(atom_q, tQgQ[None, block * c.warpgroups + w], tQsQ[None, place], tma_bar_ptr=barrier)
             state_q.advance()
             if end > 0:
-                now = any_classify.key_tile(gList, end - 1, full, end, c.tile_n)
+                now = (last + 1) * (TILE // c.tile_n) - 1
+                if end == full:
+                    now = any_classify.key_tile(gList, end - 1, full, end, c.tile_n)
                 following = any_classify.key_tile(gList, cutlass.max(end - 2, 0), full, end, c.tile_n)
                 self.load_step(k, ring_k, state_k, now)
                 state_k.advance()
@@ -437,7 +435,7 @@ class AttentionForward:
 
     @cute.jit
     def consume(
-        self, sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2: Float32, work, limits, hold, lists
+        self, sQ, ring_q, sK, ring_k, sV, ring_v, atom_o, mO, sO, mLSE, scale_log2: Float32, work, limits, lists
     ):
         """A consumer warpgroup: 64 queries of every tile against all their keys."""
         c = self.config
@@ -477,10 +475,11 @@ class AttentionForward:
                 mask = (row, thread % 4 * 2, batch[3], diagonal(batch, limits), left, right)
             if const_expr(c.kind == "mask"):
                 gList, bits = self.masks_of(lists, batch, head, block, row, thread)
+                first_words = self.first_words(bits, gList, end > cut)
             rQ = all_q[None, None, None, state_q.index * c.warpgroups + warpgroup]
             following = self.tile(number + 1, work, limits)
             operands = (mma_qk, mma_pv, rQ, rK, rV, rP, acc)
-            waits = (ring_k, ring_v, warpgroup, hold)
+            waits = (ring_k, ring_v, warpgroup)
             acc.fill(0.0)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
@@ -498,8 +497,6 @@ class AttentionForward:
                     ring_k.consumer_release(state_k)
                     state_k.advance()
                 if const_expr(c.kind == "mask"):
-                    keys = any_classify.key_tile(gList, end - 1, cut, end, c.tile_n)
-                    first_words = self.mask_words(bits, keys, end > cut)
                     softmax.mask_bits(scores, first_words)
                 else:
                     self.apply_mask(scores, mask, end - 1, True)
@@ -510,7 +507,7 @@ class AttentionForward:
                     keys = any_classify.key_tile(gList, cutlass.max(step - 1, 0), cut, end, c.tile_n)
                     for _ in cutlass.range(step - cut, unroll=1):
                         step -= 1
-                        words = self.mask_words(bits, keys, True)
+                        words = self.mask_words(bits, keys)
                         keys = any_classify.key_tile(gList, cutlass.max(step - 1, 0), cut, end, c.tile_n)
                         self.one_step(operands, rows, waits, state_k, state_v, words, step, True)
                         state_k.advance()
@@ -588,7 +585,7 @@ class AttentionForward:
         """The first S of the next tile where there is one, and the last O += P @ v of this one; both are waited for."""
         c = self.config
         mma_qk, mma_pv, _, rK, rV, rP, acc = operands
-        ring_k, ring_v, warpgroup, _ = waits
+        ring_k, ring_v, warpgroup = waits
         if const_expr(ahead):
             ring_k.consumer_wait(state_k)
             if const_expr(c.turns):
@@ -634,7 +631,7 @@ class AttentionForward:
         c = self.config
         mma_qk, mma_pv, rQ, rK, rV, rP, acc = operands
         row_max, row_sum, row_scale, scale_log2 = rows
-        ring_k, ring_v, warpgroup, hold = waits
+        ring_k, ring_v, warpgroup = waits
         scores = wgmma.accumulator(mma_qk, c.tile_n)
         ring_k.consumer_wait(state_k)
         if const_expr(c.turns):
@@ -652,12 +649,7 @@ class AttentionForward:
             softmax.mask_bits(scores, mask)
         elif const_expr(masked):
             self.apply_mask(scores, mask, step, False)
-        by_fma = 0 if const_expr(masked) else c.by_fma
-        softmax.step(scores, row_max, row_sum, row_scale, scale_log2, False, True, by_fma)
-        if const_expr(c.hold):  # noqa: SIM102 - one is decided while tracing
-            # Always true, which the assembler cannot know: it would move the wait in front of the exponentials.
-            if not (row_sum[0] + row_sum[1] < 0.0) and cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(hold)
+        softmax.step(scores, row_max, row_sum, row_scale, scale_log2, False, True)
         wgmma.wait(0)
         ring_v.consumer_release(state_v)
         if const_expr(not c.early_rescale):
@@ -676,19 +668,31 @@ class AttentionForward:
         return mLists[batch, head, block, None], (address, Int64(stride[3]) * 4, Int64(stride[4]) * 32, thread)
 
     @cute.jit
-    def mask_words(self, bits, tile: Int32, partial):
-        """(row, word): this thread's bits of a step, shifted to its first column; all set where it is not `partial`."""
+    def first_words(self, bits, gList, partial):
+        """As `mask_words`, of the first step; all set where it is not `partial`."""
+        words: cutlass.Constexpr = self.config.tile_n // 32
+        last = gList[gList.shape[0] - 1]
+        found = cute.make_rmem_tensor((2, words), Uint32)
+        found.fill(0xFFFFFFFF)
+        if partial:
+            read = self.mask_words(bits, (last + 1) * (TILE // self.config.tile_n) - 1)
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(words):
+                    found[r, i] = read[r, i]
+        return found
+
+    @cute.jit
+    def mask_words(self, bits, tile: Int32):
+        """(row, word): this thread's bits of a step, shifted to its first column."""
         parts: cutlass.Constexpr = TILE // self.config.tile_n
         words: cutlass.Constexpr = self.config.tile_n // 32
         address, per_tile, down, thread = bits
         address = address + tile // parts * per_tile + tile % parts * (4 * words)
         found = cute.make_rmem_tensor((2, words), Uint32)
-        found.fill(0xFFFFFFFF)
-        if partial:
-            for r in cutlass.range_constexpr(2):
-                read = any_classify.load_words(address + r * down, words)
-                for i in cutlass.range_constexpr(words):
-                    found[r, i] = read[i] >> Uint32(thread % 4 * 2)
+        for r in cutlass.range_constexpr(2):
+            read = any_classify.load_words(address + r * down, words)
+            for i in cutlass.range_constexpr(words):
+                found[r, i] = read[i] >> Uint32(thread % 4 * 2)
         return found
 
     @cute.jit
