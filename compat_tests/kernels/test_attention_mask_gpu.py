@@ -57,8 +57,9 @@ def compare(mask: torch.Tensor, heads: int, seqlen_q: int, causal: str, window: 
     for b in range(batch):
         for h in range(heads):
             for block in range(counts.shape[2]):
+                rows = min(128, seqlen_q - 128 * block)  # those behind the last query are undefined
                 for tile in lists[b, h, block, lists.shape[3] - int(counts[b, h, block, 1]) :]:
-                    assert torch.equal(found[2][b, h, block, tile], bits[b, h, block, tile])
+                    assert torch.equal(found[2][b, h, block, tile, :rows], bits[b, h, block, tile, :rows])
 
 
 @pytest.mark.parametrize("kind", MASKS)
@@ -98,12 +99,13 @@ def test_a_mask_that_is_written_to(classified: list[tuple[Any, ...]]) -> None:
 def test_masks_that_follow_each_other_in_the_same_memory(classified: list[tuple[Any, ...]]) -> None:
     q, k, v = tensors()
     addresses = set()
-    for i in range(6):
-        mask = torch.rand(2, 1, 300, 400, device="cuda", generator=torch.Generator("cuda").manual_seed(i)) < 0.1 * i
+    for i in range(12):
+        mask = torch.empty(2, 1, 300, 400, dtype=torch.bool, device="cuda")
+        mask.copy_(torch.rand(mask.shape, generator=torch.Generator().manual_seed(i)) < 0.08 * i)
         addresses.add(mask.data_ptr())
         assert right(attention(q, k, v, mask=mask), q, k, v, mask)
         del mask
-    assert len(classified) == 6 and len(addresses) < 6 and not masks._entries
+    assert len(classified) == 12 and len(addresses) < 12 and not masks._entries
 
 
 def test_inference_mode(classified: list[tuple[Any, ...]]) -> None:
@@ -172,7 +174,7 @@ def test_tiles_that_overlap(head_dim: int) -> None:
     case = Case(3, (8, 2), (700, 900), head_dim, mask="blocks")
     inputs = case.make("cuda", torch.Generator().manual_seed(seed))
     config = plan(case.facts, "sm_90").config  # type: ignore[union-attr]
-    config = replace(config, persistent=True, hold=True, own_out=True, ahead=True)
+    config = replace(config, persistent=True, own_out=True, ahead=True)
     out, lse = launch.forward(config, *(inputs[name] for name in ("q", "k", "v")), mask=inputs["mask"])
     want, want_lse = attention_ref(inputs["q"], inputs["k"], inputs["v"], mask=inputs["mask"])
     assert (out.double() - want).norm() <= 5e-3 * want.norm()

@@ -10,8 +10,9 @@ reaches past the keys is partial, queries past the last one do not count. For a 
     lists  (mask_batch, mask_heads, blocks, tiles)      the full tiles from the front, ascending: [0, full); the
                                                         partial ones from the back, descending: [tiles - partial, tiles)
                                                         and the lowest of them last; what is between is undefined
-    bits   (mask_batch, mask_heads, blocks, tiles, 128, 4)  of partial tiles, undefined for others: bit j % 32 of word
-                                                        j // 32 is set if the row's query sees key 128 * tile + j
+    bits   (mask_batch, mask_heads, blocks, tiles, 128, 4)  of partial tiles, and of queries that there are: bit j % 32
+                                                        of word j // 32 is set if the row's query sees key
+                                                        128 * tile + j; others are undefined
 
 so n = full + partial steps counted down from n - 1, s to lists[s if s < full else s + tiles - n], take the partial
 tiles first. A mask that says the same to every query, without causality and window, has one block with one row of bits:
