@@ -361,3 +361,5 @@ def test_the_mask_of_a_call_reaches_the_kernel(
     assert [t.shape for t in tensors[5:]] == [(2, 4, 1, 2), (2, 4, 1, 1), (2, 4, 1, 1, 128, 4)]
     launch.run(config, q, k, k, mask=mask, causal="bottom_right", window=(7, -1), seqlen_dim=1)
     assert len(launched) == 2 and launched[1][7:] == (60, 7, 0)
+    with pytest.raises(ValueError, match="the mask is on meta, q on cpu"):
+        launch.run(config, q, k, k, mask=mask.to("meta"))

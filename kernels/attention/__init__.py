@@ -42,7 +42,7 @@ def attention(
     positions, keys that no query of a kv head sees are not read. With more, the mask, causality and the window are
     classified together into tiles of 128 queries and 128 keys; those that no query sees are skipped. Eager calls keep
     the result for the next call with the same mask, as long as the mask lives and its version stays: writes that torch
-    does not count (through `.data`, DLPack, another library's kernel) are not seen, `masks.forget()` is for them.
+    does not count (`.data`, DLPack, another library's kernel, a graph's replay) are not seen: `masks.forget()` after them.
 
     causal: False; "top_left" (key j is seen by query i if j <= i); "bottom_right" (if j - seqlen_k <= i - seqlen_q);
     True is "top_left", as in torch. window (left, right): keys seen before and after the diagonal, which is the bottom

@@ -138,6 +138,8 @@ def forward(
     if mask is None:
         launch(*tensors, scale, offset, left, right, ctas)
     else:
+        if mask.device != q.device:
+            raise ValueError(f"the mask is on {mask.device}, q on {q.device}")
         where = (0, FAR, FAR) if left == right == FAR else (offset, left, right)
         lists = masks.tile_lists(mask, batch, heads, seqlen_q, *where, reuse=reuse)
         launch(*tensors, *lists, scale, ctas)

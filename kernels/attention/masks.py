@@ -5,7 +5,8 @@ used again if nothing that it depends on has changed:
 
 - the storage itself (not its address, which the next mask may get), the view of it, and its version: every operation of
   torch that writes to a tensor raises the version of all its views. Writes that torch is not told of (through `.data`,
-  DLPack, numpy, another library's kernel) do not; after one, hand the mask on as a new tensor or call `forget()`.
+  DLPack, numpy, another library's kernel, the replay of a CUDA graph) do not; after one, call `forget()` or hand the
+  mask on as a new tensor.
 - causality, the window, and the shape of the scores.
 - the stream: work of one stream runs in order, so there is no waiting for events; another stream classifies anew.
 - the capture of a CUDA graph. A replay must classify what is in the mask then, so nothing made outside of a capture is
