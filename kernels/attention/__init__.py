@@ -41,8 +41,8 @@ def attention(
     mask: boolean (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides, True: attend. With up to 16 q
     positions, keys that no query of a kv head sees are not read. With more, the mask, causality and the window are
     classified together into tiles of 128 queries and 128 keys; those that no query sees are skipped. Eager calls keep
-    the result for the next call with the same mask, as long as the mask lives and its version stays: writes that torch
-    does not count (`.data`, DLPack, another library's kernel, a graph's replay) are not seen: `masks.forget()` after them.
+    the result for the next call with the same mask, as long as the mask lives and its version stays. Writes that torch
+    does not count (`.data`, DLPack, another library's kernel, a graph's replay) go unseen: `masks.forget()` after them.
 
     causal: False; "top_left" (key j is seen by query i if j <= i); "bottom_right" (if j - seqlen_k <= i - seqlen_q);
     True is "top_left", as in torch. window (left, right): keys seen before and after the diagonal, which is the bottom
