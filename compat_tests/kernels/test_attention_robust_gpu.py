@@ -11,7 +11,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from accel.kernels.attention.decode_cases import DECODE_CASES, MASKS, DecodeCase
 from accel.kernels.attention.decode_cases import LAYOUTS as DECODE_LAYOUTS
 from accel.kernels.attention.decode_config import DecodeConfig
 from accel.kernels.attention.mask_cases import MASKS as FORWARD_MASKS
+from accel.kernels.attention.varlen_cases import VarlenCase
 from accel.kernels.runtime import compile as runtime
 from accel.kernels.runtime import delays
 from accel.outcome import Choice
@@ -31,29 +32,32 @@ from accel.testing import accuracy
 
 pytestmark = pytest.mark.gpu
 
+AnyCase: TypeAlias = Case | DecodeCase | VarlenCase
+
 #: Every kernel's ring, mask code and way to combine; small, for they run often and under the sanitizer.
-SMALL: tuple[Case | DecodeCase, ...] = (
+SMALL: tuple[AnyCase, ...] = (
     Case(2, (4, 2), (300, 300), 128, causal="top_left"),
     Case(1, (2, 2), (400, 260), 64),
     Case(1, (2, 1), (200, 300), 256, causal="bottom_right", window=(70, 0)),
     Case(2, (4, 2), (300, 450), 128, mask="blocks"),
     Case(1, (2, 1), (200, 300), 256, mask="odd", causal="top_left"),
+    VarlenCase((130, 0, 70, 1), (4, 2), 128, lengths_k=(130, 40, 200, 0), causal="bottom_right"),
     DecodeCase(2, (8, 2), (1, 1500), 128),
     DecodeCase(2, (8, 2), (1, 1500), 128, mask="left", splits=3),
     DecodeCase(1, (8, 2), (16, 700), 64, mask="per_q", splits=2),
 )
 HOSTS = (launch, decoding, masks)  #: modules that load kernels
-LONGER: tuple[Case | DecodeCase, ...] = (
+LONGER: tuple[AnyCase, ...] = (
     Case(2, (8, 2), (2048, 2048), 128, causal="top_left"),
     DecodeCase(1, (8, 2), (4, 40000), 128, causal="bottom_right"),
 )
 
 
-def make(case: Case | DecodeCase, seed: int = 0) -> dict[str, Any]:
+def make(case: AnyCase, seed: int = 0) -> dict[str, Any]:
     return case.make("cuda", torch.Generator().manual_seed(seed))
 
 
-def config_of(case: Case | DecodeCase) -> FwdConfig | DecodeConfig:
+def config_of(case: AnyCase) -> FwdConfig | DecodeConfig:
     choice = plan(case.facts, "sm_90")
     assert isinstance(choice, Choice), f"{case.name}: {choice}"
     return choice.config  # type: ignore[return-value]
@@ -64,7 +68,7 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str 
         assert torch.equal(got[name], tensor), f"{what} {name}: {int((got[name] != tensor).sum())} values differ"
 
 
-def verify(case: Case | DecodeCase, seed: int) -> None:
+def verify(case: AnyCase, seed: int) -> None:
     """Within the accuracy rule, -inf where the oracle has it."""
     inputs = make(case, seed)
     got, upstream, oracle = case.run(inputs), portable(case, inputs), case.oracle(inputs)
@@ -81,7 +85,7 @@ def verify(case: Case | DecodeCase, seed: int) -> None:
 
 @pytest.mark.parametrize("most", [1 << 9, 1 << 13])
 @pytest.mark.parametrize("case", [*SMALL, LONGER[1]], ids=lambda case: case.name)
-def test_barriers_delayed_at_random(case: Case | DecodeCase, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_barriers_delayed_at_random(case: AnyCase, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(case)
     want = case.run(inputs)
     for module in HOSTS:
@@ -170,9 +174,7 @@ def unload(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_a_thread_that_has_done_no_cuda_work(
-    case: Case | DecodeCase, loaded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_has_done_no_cuda_work(case: AnyCase, loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(case)
     want = case.run(inputs)
     torch.cuda.synchronize()
@@ -300,7 +302,7 @@ def guarded_empty(held: list[tuple[torch.Tensor, int]]) -> Callable[..., torch.T
     ],
     ids=lambda case: case.name,
 )
-def test_memory_beside_the_outputs_is_untouched(case: Case | DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_beside_the_outputs_is_untouched(case: AnyCase, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(case)
     want = case.run(inputs)
     held: list[tuple[torch.Tensor, int]] = []
@@ -322,7 +324,9 @@ def test_memory_beside_the_outputs_is_untouched(case: Case | DecodeCase, monkeyp
     monkeypatch.setattr(decoding, "_eager", {})
     got = case.run(inputs)
     same(got, want)
-    assert len(held) == len(want) + (4 if "mask" in inputs and isinstance(case, Case) else 0)
+    # What is found out about a mask, or the table of the blocks of packed sequences.
+    beside = 1 if isinstance(case, VarlenCase) else 4 if "mask" in inputs and isinstance(case, Case) else 0
+    assert len(held) == len(want) + beside
     masks.forget()
     assert scratch or getattr(case, "splits", None) is None, "splits are put together through the scratch buffer"
     for whole, size in held + scratch:
@@ -331,6 +335,6 @@ def test_memory_beside_the_outputs_is_untouched(case: Case | DecodeCase, monkeyp
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_small_calls_for_the_sanitizer(case: Case | DecodeCase) -> None:
+def test_small_calls_for_the_sanitizer(case: AnyCase) -> None:
     """What `benchmarks/gpu_attention.sh sanitizer` runs under memcheck and racecheck."""
     verify(case, 0)
