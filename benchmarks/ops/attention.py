@@ -257,10 +257,8 @@ def _candidate(config: FwdConfig, made: list[Any], causal: str, i: int) -> Any:
 
 def label(config: FwdConfig) -> str:
     parts = [f"{config.tile_m}x{config.tile_n}", f"{config.stages} stages"]
-    parts += [
-        name for name in ("turns", "early_rescale", "persistent", "hold", "own_out", "ahead") if getattr(config, name)
-    ]
-    return ", ".join(parts + ([f"{config.by_fma} of 4 by fma"] if config.by_fma else []))
+    parts += [name for name in ("turns", "early_rescale", "persistent", "own_out", "ahead") if getattr(config, name)]
+    return ", ".join(parts)
 
 
 def candidates(config: FwdConfig) -> list[FwdConfig]:
@@ -278,12 +276,8 @@ def candidates(config: FwdConfig) -> list[FwdConfig]:
 
     # As measured first, then what is expected to be faster: see benchmarks/notes/attention.md.
     for persistent, own_out, ahead in itertools.product((False, True), repeat=3):
-        for hold in (False, True):
-            if persistent or not ahead:
-                add(persistent=persistent, own_out=own_out, ahead=ahead, hold=hold)
-    for by_fma in (1, 2):
-        add(persistent=True, own_out=True, ahead=True, hold=True, by_fma=by_fma)
-        add(by_fma=by_fma)
+        if persistent or not ahead:
+            add(persistent=persistent, own_out=own_out, ahead=ahead)
     for name in ("turns", "early_rescale"):
         add(**{name: not getattr(config, name)})
     for warpgroups, tile_n in (

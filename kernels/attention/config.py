@@ -34,13 +34,9 @@ class FwdConfig:
     #: The output is rescaled under the next q @ k.T instead of after p @ v: fewer registers are alive at a time.
     early_rescale: bool = False
     persistent: bool = True  #: a CTA an SM takes tile after tile; otherwise a CTA for every tile
-    #: The whole softmax stays in front of the wait for p @ v; the assembler would move most of it behind.
-    hold: bool = True
     own_out: bool = True  #: the output has its own place in shared memory; otherwise q's, and q of the next tile waits
     #: q has two places, and the first product of a CTA's next tile is issued with the last one of this tile.
     ahead: bool = False
-    #: Of every four groups of eight keys, the exponentials of so many are computed by multiply-adds in unmasked steps.
-    by_fma: int = 0
     varlen: bool = False  #: sequences are packed behind each other, and their lengths are on the device
 
     def __post_init__(self) -> None:
@@ -59,8 +55,6 @@ class FwdConfig:
             raise ValueError(f"a mask's lists are of {BLOCK} x {TILE}, got tiles of {self.tile_m} x {self.tile_n}")
         if self.kind == "mask" and self.varlen:
             raise ValueError("packed sequences have no mask")
-        if not 0 <= self.by_fma <= 4:
-            raise ValueError(f"by_fma must be 0 to 4, got {self.by_fma}")
         if self.ahead and not self.own_out:
             raise ValueError("ahead needs own_out: q of the next tile arrives before the output leaves")
         if self.turns and self.warpgroups == 1:

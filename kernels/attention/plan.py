@@ -97,21 +97,25 @@ def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: b
     """Tiles per head dim: accumulators of q @ k.T (tile_n / 2 registers) and of the output (head_dim_v / 2) and P
     (tile_n / 4) within 240 registers a thread, or 160 with three warpgroups; both rings twice in shared memory.
 
-    A CTA for every tile or one an SM: as measured on an H200, bf16. One an SM is faster where tiles are short (577
-    queries and keys of d64: 77 against 87 us), and by 1-2% for causal d96 and d256. One for every tile is faster by 4%
-    for d128 and d80 without causality, and by 1, 9 and 25% for causal d128 of 4096 and 16384 and d192 of 8192.
+    Measured on an H200, bf16 (benchmarks/notes/attention.md). A CTA an SM with the overlap across tiles wins where tiles
+    are short or the products small: 577 queries and keys of d64 70 against 88 us, d80 600 against 694, causal d64 174
+    against 189. Without that overlap it wins for causal d96 and d256 by 1-3%. A CTA for every tile wins where tiles are
+    long (causal d128 of 16384 by 3%, d192 of 8192 by 4%) and under masks, where their lengths vary most.
     """
     if varlen:
-        return replace(forward_config(dtype, head_dim, head_dim_v, kind, lse), varlen=True)
+        base = forward_config(dtype, head_dim, head_dim_v, kind, lse)
+        return replace(base, varlen=True, tile_n=min(base.tile_n, 64) if head_dim_v > 128 else base.tile_n)
     what = (dtype, head_dim, head_dim_v, kind, lse)
     if kind == "mask":  # 128 x 128, or halves of that where the output takes half of the registers
         if head_dim_v <= 128:
-            return FwdConfig(*what, turns=head_dim <= 128, persistent=False, hold=False, own_out=False)
-        return FwdConfig(*what, tile_n=64, turns=False, early_rescale=True, persistent=False, hold=False, own_out=False)
+            return FwdConfig(*what, turns=head_dim <= 128, persistent=False, own_out=False)
+        return FwdConfig(*what, tile_n=64, turns=False, early_rescale=True, persistent=False, own_out=False)
     if head_dim <= 64:
-        return FwdConfig(*what, warpgroups=2 if kind == "full" else 3)
-    if head_dim <= 96 and kind != "full":
-        return FwdConfig(*what)
+        return FwdConfig(*what, warpgroups=2 if kind == "full" else 3, ahead=True)
+    if head_dim <= 80:
+        return FwdConfig(*what, warpgroups=3, tile_n=112, ahead=True)
+    if head_dim <= 96:
+        return FwdConfig(*what, ahead=kind == "full")
     if head_dim_v <= 128:
-        return FwdConfig(*what, turns=head_dim <= 128, persistent=False, hold=False, own_out=False)
+        return FwdConfig(*what, turns=head_dim <= 128, early_rescale=True, persistent=False, own_out=False)
     return FwdConfig(*what, tile_n=80, turns=False, early_rescale=True, own_out=False)

@@ -14,8 +14,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 LN2 = math.log(2.0)
-#: 2 ** r on -0.5..0.5 within 1.02e-4: minimax in relative error, exact at 0. Rounding to 16 bits costs 2e-3 or 5e-4.
-POLYNOMIAL = (0.6932829345697911, 0.24221098973695657, 0.05500890647643823)
 
 
 @cute.jit
@@ -66,12 +64,10 @@ def step(
     scale_log2: Float32,
     first: cutlass.Constexpr,
     masked: cutlass.Constexpr,
-    by_fma: cutlass.Constexpr = 0,
 ) -> None:
     """Scores become exponentials; maxima and sums take them in; `row_scale` is the factor for earlier results.
 
-    `masked`: a row may have nothing but -inf up to here. `by_fma`: of every four groups of eight columns, so many take
-    their exponentials from multiply-adds, which the special function unit is too slow for; not with -inf.
+    `masked`: a row may have nothing but -inf up to here.
     """
     for r in cutlass.range_constexpr(2):
         largest = row_maximum(scores, r)
@@ -92,24 +88,9 @@ def step(
         for c in cutlass.range_constexpr(cute.size(scores) // 4):
             for a in cutlass.range_constexpr(2):
                 i = 4 * c + 2 * r + a
-                if const_expr(c % 4 < by_fma):
-                    scores[i] = exp2_by_fma(scores[i] * scale_log2 - shift)
-                else:
-                    scores[i] = cute.math.exp2(scores[i] * scale_log2 - shift, fastmath=True)
+                scores[i] = cute.math.exp2(scores[i] * scale_log2 - shift, fastmath=True)
                 total[a] = total[a] + scores[i]
         row_sum[r] = total[0] + total[1]
-
-
-@cute.jit
-def exp2_by_fma(x: Float32) -> Float32:
-    """2 ** x for x <= 1, within 1.02e-4; below -126 it is 2 ** -126. NaN stays NaN."""
-    x = cute.arch.fmax(x, -126.0, nan=True)
-    # Adding 1.5 * 2 ** 23 rounds to an integer in the low bits; 127 more, and they are the exponent of 2 ** integer.
-    magic = 12582912.0 + 127.0
-    shifted = x + magic
-    r = x - (shifted - magic)
-    p = ((POLYNOMIAL[2] * r + POLYNOMIAL[1]) * r + POLYNOMIAL[0]) * r + 1.0
-    return p * (shifted.bitcast(Int32) << 23).bitcast(Float32)
 
 
 @cute.jit
