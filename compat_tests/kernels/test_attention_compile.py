@@ -58,7 +58,7 @@ def test_attention(arguments: tuple[str, int, int, str, bool], changes: dict[str
     # q @ k.T over head_dim and P @ v over the keys, 16 at a time: in every loop, the first before them, the last behind
     # them, with the next tile's first one where it is issued ahead (with or without keys in this tile).
     loops = {"full": 1, "causal": 2, "window": 3, "mask": 2}[c.kind]
-    ahead = 0 if not c.ahead else 1 if c.kind == "full" else 2
+    ahead = 0 if not c.ahead else 1 if c.kind == "full" and not c.varlen else 2
     firsts, lasts = 1 + loops + ahead, loops + 1 + (1 if c.ahead else 0)
     assert code.count("HGMMA") == c.padded // 16 * firsts + c.tile_n // 16 * lasts
     shapes = {int(n): ptx.count(f"m64n{n}k16.f32") for n in re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16\.f32", ptx)}
@@ -81,22 +81,6 @@ def test_attention(arguments: tuple[str, int, int, str, bool], changes: dict[str
         assert "cp.async.bulk.tensor.5d" in ptx
     else:
         assert (code.count("LDG") > bits == 4) if c.kind == "mask" else code.count("LDG") == 0
-
-
-def test_the_softmax_stays_in_front_of_the_wait() -> None:
-    """Between the issue of p @ v and the wait for it the assembler leaves all exponentials of a step."""
-    c = replace(forward_config("bfloat16", 128, 128, "full", False), **AHEAD)
-    compiled = runtime.compile_only(runtime.Kernel("attention", "sm90_fwd", c), "sm_90a")
-    waits, seen = [], 0
-    for opcode in sass.opcodes(compiled.cubin):
-        if opcode == "MUFU.EX2":
-            seen += 1
-        elif opcode.startswith("WARPGROUP."):
-            waits.append(seen)
-            seen = 0
-    assert max(waits) >= c.tile_n // 2
-    # first product: arrive, wait; loop: arrive, arrive, wait for q @ k.T, wait for p @ v; then the last products
-    assert waits[5] == c.tile_n // 2 + 2
 
 
 @pytest.mark.parametrize("cluster", (1, 2))
