@@ -62,11 +62,6 @@ def disassemble(cubin: bytes) -> list[Sass]:
     ]
 
 
-def opcodes(cubin: bytes) -> list[str]:
-    """The opcodes of a cubin in the order of the code. Raises FileNotFoundError without nvdisasm."""
-    return _INSTRUCTION.findall(_text(cubin))
-
-
 def _text(cubin: bytes) -> str:
     tool = nvdisasm()
     if tool is None:
