@@ -1,9 +1,10 @@
 """`accel certify [family]`: run a family's cases on the GPU at hand and write what they showed as certificates.
 
 The two sides meet here. kernels/<family>/cases.py offers `CASES` (each with `name`, `kernels`, `facts`, `make`, `run`,
-`oracle`) and `portable(case, inputs)`; an adapter below patches/ that states `CERTIFIES = "<family>"` offers
-`upstream(case)`, a function that computes the same outputs by upstream's own code, or None. Where no upstream has the
-case, refuses it or is known to be wrong (`case.known(inputs)` says why), the fp32 portable path is the yardstick.
+`oracle`, and `choice(arch)` where the plan alone does not decide) and `portable(case, inputs)`; an adapter below
+patches/ that states `CERTIFIES = "<family>"` offers `upstream(case)`, a function that computes the same outputs by
+upstream's own code, or None. Where no upstream has the case, refuses it or is known to be wrong (`case.known(inputs)`
+says why), the fp32 portable path is the yardstick.
 
 Every case runs on fresh random inputs of several seeds. A kernel passes if on all of them every output and gradient
 meets the accuracy rule (accel.testing.accuracy), is the same bit for bit in a second run, and no input was changed;
@@ -134,7 +135,7 @@ def _certify_family(
     plan = importlib.import_module(f"accel.kernels.{family}.plan").plan
     sides = yardsticks(family)
     for case in module.CASES:
-        choice = plan(case.facts, arch)
+        choice = case.choice(arch) if hasattr(case, "choice") else plan(case.facts, arch)
         kernels = () if isinstance(choice, Declined) else (choice.kernel, choice.backward)
         kernels = tuple(dict.fromkeys(k for k in kernels if k is not None and k not in certificates.UNCERTIFIED))
         if not kernels:

@@ -62,7 +62,6 @@ def test_declines(changes: dict[str, Any], reason: str) -> None:
     (
         ("cpu", "upstream's own code serves a CPU"),
         ("sm_70", "no attention kernel for sm_70 yet: upstream's own code runs"),
-        ("sm_80", "no attention kernel for sm_80 yet: upstream's own code runs"),
     ),
 )
 def test_declines_elsewhere(arch: str, reason: str) -> None:

@@ -14,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import attention
+from accel.outcome import Choice, Declined
+
+from . import attention, launch
 from .decode_cases import DECODE_CASES, DecodeCase
 from .facts import AttentionFacts, read
 from .mask_cases import MASKS, mask_of
+from .plan import plan
 from .reference import attention_ref, visible
 from .varlen_cases import VARLEN_CASES, VarlenCase
 
@@ -42,6 +45,8 @@ class Case:
     magnitude: float = 1.0  #: of q and k
     lse: bool = True
     mask: str = "none"  #: see mask_cases.MASKS
+    #: Run sm80_fwd as it is on this arch, compiled for the GPU at hand, where the plan would choose another kernel.
+    as_arch: str = ""
 
     @property
     def name(self) -> str:
@@ -57,11 +62,23 @@ class Case:
             None if self.magnitude == 1.0 else f"times{self.magnitude:g}",
         ]
         parts += [None if self.scale is None else f"scale{self.scale:g}", None if self.lse else "nolse"]
-        return "_".join(part for part in parts if part)
+        return "_".join(part for part in (*parts, self.as_arch and f"as-{self.as_arch}") if part)
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        return ("sm90_fwd",) if self.mask == "none" else ("sm90_fwd", "any_classify")
+        kernel = "sm80_fwd" if self.as_arch else "sm90_fwd"
+        return (kernel,) if self.mask == "none" else (kernel, "any_classify")
+
+    def choice(self, arch: str) -> Choice | Declined:
+        """What runs this case on dispatch arch `arch`: what the plan chooses, or the kernel of another arch."""
+        if not self.as_arch:
+            return plan(self.facts, arch)
+        if arch != "sm_90":
+            return Declined(f"the plan itself chooses sm80_fwd on {arch}")
+        decision = plan(self.facts, self.as_arch)
+        if isinstance(decision, Declined) or decision.kernel != "sm80_fwd":
+            raise ValueError(f"no case for sm80_fwd: {self.name}, {decision}")
+        return decision
 
     @property
     def call(self) -> str | None:
@@ -108,12 +125,25 @@ class Case:
         return made
 
     def run(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        if self.as_arch:
+            return self.run_older(inputs)
         found = attention(
             inputs["q"], inputs["k"], inputs["v"], mask=inputs.get("mask"),
             causal=self.causal if self.causal != "none" else False,
             window=self.window, scale=self.scale, return_lse=self.lse,
         )  # fmt: skip
         return {"out": found[0], "lse": found[1]} if isinstance(found, tuple) else {"out": found}
+
+    def run_older(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """By the kernel of `as_arch`, past the plan."""
+        decision = self.choice("sm_90")
+        assert isinstance(decision, Choice)
+        out, lse = launch.forward(
+            decision.config,  # type: ignore[arg-type]
+            inputs["q"], inputs["k"], inputs["v"], mask=inputs.get("mask"),
+            causal=self.causal, window=self.window, scale=self.scale,
+        )  # fmt: skip
+        return {"out": out} if lse is None else {"out": out, "lse": lse}
 
     def oracle(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         return self.reference(inputs, torch.float64)
@@ -225,5 +255,15 @@ def _cases() -> tuple[Case, ...]:
     return tuple(dict.fromkeys(made))
 
 
+def _sm80_cases() -> tuple[Case, ...]:
+    """All forward cases by sm80_fwd as on sm_80, and those of short sequences as on the archs with other tiles."""
+    made = [replace(case, as_arch="sm_80") for case in FWD_CASES]
+    few = [case for case in FWD_CASES if max(case.seqlens) < 500 and case.layout == "bshd" and case.magnitude == 1.0]
+    for arch, every in (("sm_86", 2), ("sm_100", 3)):
+        made += [replace(case, as_arch=arch) for case in few[::every]]
+    return tuple(made)
+
+
 FWD_CASES = _cases()
-CASES: tuple[Case | DecodeCase | VarlenCase, ...] = (*FWD_CASES, *VARLEN_CASES, *DECODE_CASES)
+SM80_CASES = _sm80_cases()
+CASES: tuple[Case | DecodeCase | VarlenCase, ...] = (*FWD_CASES, *SM80_CASES, *VARLEN_CASES, *DECODE_CASES)

@@ -24,12 +24,14 @@ from .facts import AttentionFacts, read
 from .mask_config import ClassifyConfig
 from .masks import FAR
 from .plan import DTYPES, FAMILY, forward_config, plan
+from .sm80_config import Sm80Config, sm80_config
 
 CAUSAL = ("none", "top_left", "bottom_right")
 EVERY = 2**31 - 1  #: CTAs: one for every tile
 REMEMBERED = 4096
-_loaded: dict[tuple[FwdConfig, int], tuple[Callable[..., Any], int]] = {}  #: by device: the function, CTAs at a time
-_choices: dict[tuple[AttentionFacts, int], FwdConfig | DecodeConfig] = {}
+#: by device: the function, and the CTAs to ask for, 0 where it takes no number of them
+_loaded: dict[tuple[FwdConfig | Sm80Config, int], tuple[Callable[..., Any], int]] = {}
+_choices: dict[tuple[AttentionFacts, int], FwdConfig | Sm80Config | DecodeConfig] = {}
 
 
 def arguments(causal: bool | str, window: tuple[int, int] | None, scale: float | None) -> str:
@@ -59,7 +61,7 @@ def facts_of(
     return facts if window is None else replace(facts, window=window)
 
 
-def config_of(facts: AttentionFacts, device: torch.device) -> FwdConfig | DecodeConfig:
+def config_of(facts: AttentionFacts, device: torch.device) -> FwdConfig | Sm80Config | DecodeConfig:
     """What plan() chose. Raises Decline if nothing serves the call."""
     decoding.on_cuda(device)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -75,7 +77,7 @@ def config_of(facts: AttentionFacts, device: torch.device) -> FwdConfig | Decode
 
 
 def run(
-    config: FwdConfig | DecodeConfig,
+    config: FwdConfig | Sm80Config | DecodeConfig,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -102,7 +104,7 @@ def run(
 
 
 def forward(
-    config: FwdConfig,
+    config: FwdConfig | Sm80Config,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -135,31 +137,36 @@ def forward(
     if scale is None:
         scale = head_dim**-0.5
     tensors = (q, k, v, out) if lse is None else (q, k, v, out, lse)
+    number = (ctas,) if ctas else ()
     if mask is None:
-        launch(*tensors, scale, offset, left, right, ctas)
+        launch(*tensors, scale, offset, left, right, *number)
     else:
         if mask.device != q.device:
             raise ValueError(f"the mask is on {mask.device}, q on {q.device}")
         where = (0, FAR, FAR) if left == right == FAR else (offset, left, right)
         lists = masks.tile_lists(mask, batch, heads, seqlen_q, *where, reuse=reuse)
-        launch(*tensors, *lists, scale, ctas)
+        launch(*tensors, *lists, scale, *number)
     return found, lse
 
 
-def loaded(config: FwdConfig, q: Tensor) -> tuple[Callable[..., Any], int]:
-    """The launch function for q's device, and the CTAs to ask for."""
+def loaded(config: FwdConfig | Sm80Config, q: Tensor) -> tuple[Callable[..., Any], int]:
+    """The launch function for q's device, and the CTAs to ask for; 0: it takes no number of them."""
     index = q.get_device()
     found = _loaded.get((config, index))
     return found if found is not None else _load(config, q.device, index)
 
 
-def _load(config: FwdConfig, device: torch.device, index: int) -> tuple[Callable[..., Any], int]:
+def _load(config: FwdConfig | Sm80Config, device: torch.device, index: int) -> tuple[Callable[..., Any], int]:
     decoding.on_cuda(device)
     target = archs.compile_target(archs.dispatch_arch(device))
-    ctas = sm_count(index) if config.persistent else EVERY
     if config.kind == "mask":
         masks.load(device)
-    _loaded[config, index] = found = function(Kernel(FAMILY, "sm90_fwd", config), target), ctas
+    if isinstance(config, Sm80Config):
+        found = function(Kernel(FAMILY, "sm80_fwd", config), target), 0
+    else:
+        ctas = sm_count(index) if config.persistent else EVERY
+        found = function(Kernel(FAMILY, "sm90_fwd", config), target), ctas
+    _loaded[config, index] = found
     return found
 
 
@@ -192,14 +199,18 @@ def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, thunk that compiles into the disk cache) for the head dims of current models, on the archs of a target."""
     yield from decoding.builds(target)
     yield masks.KERNEL, partial(build_object, Kernel(FAMILY, masks.KERNEL, ClassifyConfig()), target)
-    if target != "sm_90a":
-        return
-    for dtype in DTYPES:
-        for head_dim, head_dim_v in ((64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
-            for kind in ("full", "causal", "mask"):
-                config = forward_config(dtype, head_dim, head_dim_v, kind, False)
-                name = f"sm90_fwd {dtype} {head_dim}" + (f"/{head_dim_v}" if head_dim != head_dim_v else "")
-                yield f"{name} {kind}", partial(build_object, Kernel(FAMILY, "sm90_fwd", config), target)
+    for arch in archs.known_archs():
+        if archs.compile_target(arch) != target:
+            continue
+        for dtype in DTYPES:
+            for head_dim, head_dim_v in ((64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
+                for kind in ("full", "causal", "mask") if arch == "sm_90" else ("causal", "mask"):
+                    what = (dtype, head_dim, head_dim_v, kind, False)
+                    config = forward_config(*what) if arch == "sm_90" else sm80_config(*what, arch)
+                    module = "sm90_fwd" if arch == "sm_90" else "sm80_fwd"
+                    name = f"{module} {dtype} {head_dim}" + (f"/{head_dim_v}" if head_dim != head_dim_v else "")
+                    if config is not None:
+                        yield f"{name} {kind}", partial(build_object, Kernel(FAMILY, module, config), target)
 
 
 __all__ = ["Choice", "bounds", "builds", "config_of", "facts_of", "forward", "run"]

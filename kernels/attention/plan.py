@@ -11,6 +11,7 @@ from ..runtime import arch as archs
 from . import decode_plan
 from .config import FwdConfig
 from .facts import AttentionFacts
+from .sm80_config import sm80_config
 
 FAMILY = "attention"
 DTYPES = ("bfloat16", "float16")
@@ -23,6 +24,7 @@ def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
 
     "any_decode" takes up to 16 q positions, on every arch. "sm90_fwd" takes more: below, its tiles of 64 queries would
     be mostly empty, and it does not split a long row of keys over the GPU. Packed sequences are "sm90_fwd"'s alone.
+    Every other arch that kernels are built for has "sm80_fwd" in place of it.
 
     Lengths do not decide. For a length that it has not seen upstream plans for 30 to 130 ms; for a length that it has,
     not at all; and which of the two a call is, only upstream knows. Generation and serving are made of new lengths, so
@@ -38,12 +40,15 @@ def plan(facts: AttentionFacts, arch: str) -> Choice | Declined:
     if reason is None and facts.seqlen_q <= decode_plan.MAX_SEQLEN_Q and not (facts.varlen and arch == "sm_90"):
         choice = decode_plan.choose(facts, arch)
         return Declined(choice) if isinstance(choice, str) else choice
-    if reason is None and arch != "sm_90":
-        reason = f"no attention kernel for {arch} yet: upstream's own code runs"
     if reason is None:
-        reason = beyond_sm90(facts)
+        reason = beyond_sm90(facts) if arch == "sm_90" else beyond_sm80(facts)
     if reason is not None:
         return Declined(reason)
+    if arch != "sm_90":
+        older = sm80_config(facts.dtype, facts.head_dim, facts.head_dim_v, kind(facts), facts.lse, arch)
+        if older is None:
+            return Declined(f"head_dim={facts.head_dim}: no tile fits the shared memory of {arch}")
+        return Choice(FAMILY, "sm80_fwd", older)
     config = forward_config(facts.dtype, facts.head_dim, facts.head_dim_v, kind(facts), facts.lse, facts.varlen)
     return Choice(FAMILY, "sm90_fwd", config)
 
@@ -80,6 +85,18 @@ def beyond_sm90(facts: AttentionFacts) -> str | None:
             return f"the rows of {name} do not all start at multiples of 16 bytes, as TMA needs"
     if max(facts.seqlen_q, facts.seqlen_k) >= 2**30:
         return f"seqlen_q={facts.seqlen_q}, seqlen_k={facts.seqlen_k}: lengths must stay below 2**30"
+    return None
+
+
+def beyond_sm80(facts: AttentionFacts) -> str | None:
+    """What the family takes and the kernel of the other archs does not."""
+    if facts.varlen:
+        return "packed sequences: the sm80 kernel has none"
+    for name, layout in (("q", facts.q_layout), ("k", facts.k_layout), ("v", facts.v_layout)):
+        if layout != "aligned":
+            return f"the rows of {name} do not all start at multiples of 16 bytes"
+    if max(facts.seqlen_q, facts.seqlen_k) >= 2**29:
+        return f"seqlen_q={facts.seqlen_q}, seqlen_k={facts.seqlen_k}: lengths must stay below 2**29"
     return None
 
 

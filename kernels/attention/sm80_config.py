@@ -104,18 +104,24 @@ def padded(size: int) -> int:
 
 @lru_cache(maxsize=1024)
 def sm80_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: bool, arch: str) -> Sm80Config | None:
-    """The configuration for an arch; None where no tile fits its shared memory.
+    """The configuration for an arch; None where no tile fits its shared memory. Kind "full" is "causal" here.
 
     By registers (255 a thread at most): a warp's output takes row_tiles * head_dim_v / 2 of them, its scores
     row_tiles * tile_n / 2, and q, where it stays in registers, row_tiles * head_dim / 4. So 32 queries a warp up to
-    head_dim 128, two CTAs of 128 queries an SM; above, 16 queries a warp and one CTA of eight warps. Smaller tiles
-    where an SM has 100 KB.
+    head_dim 128, two CTAs of 128 queries an SM; above, 16 queries a warp and one CTA of eight warps. 32 keys instead of
+    64 where an SM has 100 KB, and where the assembler would spill: for sm_100, whose fp32 operations take pairs of
+    registers, and for the bits of a mask on archs before sm_90.
     """
     limits = archs.limits(arch)
     if limits is None:
         return None
-    narrow = padded(head_dim_v) <= 128 and padded(head_dim) <= 192
-    shapes = ((4, 2, 64, 2), (4, 2, 32, 2), (4, 2, 32, 1)) if narrow else ((8, 1, 64, 1), (8, 1, 32, 1), (4, 1, 32, 1))
+    kind = "causal" if kind == "full" else kind
+    if padded(head_dim_v) > 128 or padded(head_dim) > 192:
+        shapes = ((8, 1, 64, 1), (8, 1, 32, 1), (4, 1, 32, 1))
+    else:
+        major = int(arch.partition("_")[2]) // 10
+        tight = padded(head_dim_v) > 80 and (major >= 10 or (kind == "mask" and major < 9))
+        shapes = ((4, 2, 32 if tight else 64, 2), (4, 2, 32, 2), (4, 2, 32, 1))
     for warps, row_tiles, tile_n, ctas in shapes:
         limit = min(limits.smem_per_cta, limits.smem_per_sm // ctas - limits.smem_reserved)
         for slots in (4, 3, 2):
