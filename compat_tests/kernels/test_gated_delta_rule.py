@@ -16,6 +16,7 @@ from accel.kernels.gated_delta_rule.cases import CASES
 from accel.kernels.gated_delta_rule.facts import GatedDeltaRuleFacts
 from accel.kernels.gated_delta_rule.plan import plan
 from accel.kernels.gated_delta_rule.reference import gated_delta_rule_reference
+from accel.kernels.runtime import arch as archs
 from accel.outcome import Choice, Declined
 
 
@@ -144,6 +145,7 @@ def test_user_errors_of_the_recurrent_op(changed: dict[str, Any], message: str) 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 FACTS = GatedDeltaRuleFacts("chunk", "bfloat16", 2, 4, 64, 64)
+RECURRENT = {"mode": "recurrent"}
 
 
 def test_a_cpu_is_served_by_the_portable_path() -> None:
@@ -157,7 +159,29 @@ def test_a_cpu_is_served_by_the_portable_path() -> None:
 @pytest.mark.parametrize(
     "changed, arch, reason",
     [
-        ({}, "sm_90", "no gated_delta_rule kernel for sm_90 yet: upstream's own runs"),
+        ({}, "sm_90", "no chunked gated_delta_rule kernel for sm_90 yet: upstream's own runs"),
+        (RECURRENT, "sm_75", "no gated_delta_rule kernel for sm_75: it needs one of " + ", ".join(archs.known_archs())),
+        ({**RECURRENT, "needs_grad": True}, "sm_90", "a gradient is needed: the recurrent kernel has none"),
+        (
+            {**RECURRENT, "dtype": "float64"},
+            "sm_90",
+            "dtype=float64: the recurrent kernel takes bfloat16, float16, float32",
+        ),
+        (
+            {**RECURRENT, "v_dtype": "float64"},
+            "sm_90",
+            "v dtype=float64: the recurrent kernel takes bfloat16, float16, float32",
+        ),
+        ({**RECURRENT, "head_dim": 100}, "sm_90", "head_dim=100: the recurrent kernel has 64, 128, 256"),
+        ({**RECURRENT, "head_dim_v": 100}, "sm_90", "head_dim_v=100 is not a multiple of 16"),
+        ({**RECURRENT, "has_gk": True}, "sm_90", "gk: the recurrent kernel has one decay per head"),
+        ({**RECURRENT, "has_gv": True}, "sm_90", "gv: the recurrent kernel has one decay per head"),
+        (
+            {**RECURRENT, "beta_per_channel": True},
+            "sm_90",
+            "beta is [B, T, HV, V]: the recurrent kernel takes [B, T, HV]",
+        ),
+        ({**RECURRENT, "use_gate": True, "has_g": False}, "sm_90", "a gate without g"),
         ({"mode": "parallel"}, "cpu", "mode=parallel is none of chunk, recurrent"),
         ({"dtype": "int8"}, "cpu", "dtype=int8 is none of bfloat16, float16, float32, float64"),
         ({"v_dtype": "int8"}, "cpu", "v dtype=int8 is none of bfloat16, float16, float32, float64"),
@@ -168,3 +192,8 @@ def test_a_cpu_is_served_by_the_portable_path() -> None:
 )
 def test_decline_reasons(changed: dict[str, Any], arch: str, reason: str) -> None:
     assert plan(dataclasses.replace(FACTS, **changed), arch) == Declined(reason)
+
+
+@pytest.mark.parametrize("arch", archs.known_archs())
+def test_a_gpu_is_served_token_by_token(arch: str) -> None:
+    assert plan(dataclasses.replace(FACTS, mode="recurrent"), arch) == Choice("gated_delta_rule", "any_recurrent")

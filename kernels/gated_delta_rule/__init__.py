@@ -3,8 +3,9 @@
     S_t = exp(g_t) S_{t-1} + k_t u_t^T,   u_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t),   o_t = scale S_t^T q_t
 
 `gated_delta_rule` computes it in chunks, for training and prefill; `recurrent_gated_delta_rule` token by token, for
-decoding and for the decays and betas per channel that chunks cannot express. The two agree up to rounding. Both are
-plain torch, on any device (`portable.py`).
+decoding and for the decays and betas per channel that chunks cannot express; `decode_gated_delta_rule` token by token
+with the states updated where they lie. They agree up to rounding. All are plain torch on any device (`portable.py`);
+the last two launch one kernel on a GPU where it takes the call (`plan.py`) and no gradient is needed.
 
 Shapes: B sequences of T tokens, H query/key heads of K channels, HV value heads of V channels, HV a multiple of H
 (value head j reads query/key head j // (HV / H)). With `cu_seqlens` N sequences are packed into a batch of 1; without
@@ -13,6 +14,7 @@ it N = B.
 
 from __future__ import annotations
 
-from .portable import gated_delta_rule, recurrent_gated_delta_rule
+from .portable import gated_delta_rule
+from .recurrent import decode_gated_delta_rule, recurrent_gated_delta_rule
 
-__all__ = ["gated_delta_rule", "recurrent_gated_delta_rule"]
+__all__ = ["decode_gated_delta_rule", "gated_delta_rule", "recurrent_gated_delta_rule"]

@@ -9,8 +9,9 @@ import torch
 
 from ..linear_attention import case as base
 from ..linear_attention.case import Inputs, Outputs
-from . import gated_delta_rule, recurrent_gated_delta_rule
+from . import gated_delta_rule, recurrent_cases, recurrent_gated_delta_rule
 from .facts import GatedDeltaRuleFacts
+from .recurrent_cases import RECURRENT_CASES, RecurrentCase
 from .reference import gated_delta_rule_reference
 
 
@@ -36,15 +37,18 @@ class Case(base.Case):
         return self.call_with(gated_delta_rule_reference, base.upcast(inputs, torch.float64))
 
 
-def portable(case: Case, inputs: Inputs) -> Outputs:
+def portable(case: Case | RecurrentCase, inputs: Inputs) -> Outputs:
     """The yardstick where no upstream is at hand: the portable path on fp32 copies, rounded to the dtypes of `run`."""
+    if isinstance(case, RecurrentCase):
+        return recurrent_cases.portable(case, inputs)
     found = case.call_with(gated_delta_rule, base.upcast(inputs, torch.float32))
     return {name: x.to(base.result_dtype(name, inputs)) for name, x in found.items()}
 
 
 FP32, BF16, FP16 = "float32", "bfloat16", "float16"
 
-CASES = (
+#: With all gradients: what the portable path serves.
+TRAINING_CASES = (
     Case((100, 100), (2, 4), (64, 64), FP32),
     Case((128, 128), (2, 2), (60, 100), FP32, gate="zero", state_v_first=True),
     Case((75, 75), (3, 3), (100, 100), FP16, use_qk_l2norm=False, states=False),
@@ -63,3 +67,5 @@ CASES = (
     Case((40,), (2, 2), (32, 32), FP32, mode="recurrent", gate="resets", layout="split"),
     Case((1024,), (1, 2), (64, 64), BF16, states=False, layout="split"),
 )
+
+CASES: tuple[Case | RecurrentCase, ...] = (*TRAINING_CASES, *RECURRENT_CASES)

@@ -1,23 +1,56 @@
 """plan(facts, arch): what serves a gated_delta_rule call, or why nothing does.
 
-Pure: no tensors, no device calls, no environment. On a CPU the portable path takes every shape and option; there is no
-device kernel yet.
+Pure: no tensors, no device calls, no environment. On a CPU the portable path takes every shape and option; on a GPU the
+recurrent kernel takes what decoding needs.
 """
 
 from __future__ import annotations
 
 from ...outcome import Choice, Declined
 from ..linear_attention.support import unsupported
+from ..runtime import arch as archs
+from .config import COLUMNS, HEAD_DIMS, WIDTH
 from .facts import GatedDeltaRuleFacts
 
 FAMILY = "gated_delta_rule"
+RECURRENT = "any_recurrent"
 
 
 def plan(facts: GatedDeltaRuleFacts, arch: str) -> Choice | Declined:
-    """A Choice of "portable" on "cpu", or the reason against it."""
+    """A Choice of "portable" on "cpu", of "any_recurrent" on a CUDA arch, or the reason against both."""
     reason = unsupported(facts)
     if reason is not None:
         return Declined(reason)
-    if arch != "cpu":
-        return Declined(f"no {FAMILY} kernel for {arch} yet: upstream's own runs")
-    return Choice(FAMILY, "portable", backward="portable" if facts.needs_grad else None)
+    if arch == archs.CPU:
+        return Choice(FAMILY, "portable", backward="portable" if facts.needs_grad else None)
+    if archs.limits(arch) is None:
+        return Declined(f"no {FAMILY} kernel for {arch}: it needs one of {', '.join(archs.known_archs())}")
+    if facts.mode == "chunk":
+        return Declined(f"no chunked {FAMILY} kernel for {arch} yet: upstream's own runs")
+    reason = not_recurrent(facts)
+    return Declined(reason) if reason is not None else Choice(FAMILY, RECURRENT)
+
+
+def not_recurrent(facts: GatedDeltaRuleFacts) -> str | None:
+    """Why the recurrent kernel, on any arch, does not take the call; None: it does."""
+    if facts.needs_grad:
+        return "a gradient is needed: the recurrent kernel has none"
+    for name, dtype in (("dtype", facts.dtype), ("v dtype", facts.v_dtype or facts.dtype)):
+        if dtype not in WIDTH:
+            return f"{name}={dtype}: the recurrent kernel takes {', '.join(WIDTH)}"
+    if facts.head_dim not in HEAD_DIMS:
+        return f"head_dim={facts.head_dim}: the recurrent kernel has {', '.join(map(str, HEAD_DIMS))}"
+    if facts.head_dim_v == 0 or facts.head_dim_v % COLUMNS:
+        return f"head_dim_v={facts.head_dim_v} is not a multiple of {COLUMNS}"
+    if facts.has_gk or facts.has_gv:
+        return f"{'gk' if facts.has_gk else 'gv'}: the recurrent kernel has one decay per head"
+    if facts.beta_per_channel:
+        return "beta is [B, T, HV, V]: the recurrent kernel takes [B, T, HV]"
+    if facts.use_gate and not facts.has_g:
+        return "a gate without g"
+    return None
+
+
+def overlaps(arch: str) -> bool:
+    """Programmatic dependent launch exists from sm_90 on."""
+    return arch not in ("sm_80", "sm_86", "sm_89")

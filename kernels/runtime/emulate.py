@@ -24,7 +24,7 @@ _SHARED_BASE = 0x400  #: shared addresses start here, so that 0 is none of them
 _TYPES: dict[str, Any] = {
     "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
     "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
-    "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "pred": np.bool_,
+    "f16": np.float16, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64, "pred": np.bool_,
 }  # fmt: skip
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
@@ -201,7 +201,7 @@ class Machine:
             return lambda warp: np.full(LANES, self.grid if operand[2] == "c" else self.threads, dtype)
         if operand.startswith("__dynamic_shmem__"):
             return lambda warp: np.full(LANES, _SHARED_BASE, dtype)
-        if operand.startswith("%") or operand == "p":
+        if operand.startswith("%") or operand in ("p", "h"):
 
             def register(warp: _Warp) -> np.ndarray:
                 found = warp.registers.get(operand)
@@ -231,7 +231,7 @@ class Machine:
             stored = values
         elif name.startswith("%rd"):
             stored = values.astype(np.int64).view(np.uint64) if values.dtype.kind == "i" else values.view(np.uint64)
-        elif name.startswith("%rs"):
+        elif name.startswith("%rs") or name == "h":
             stored = values.astype(np.uint16) if values.dtype.itemsize == 1 else values.view(np.uint16)
         elif values.dtype.itemsize < 4:
             stored = values.astype(np.int32 if values.dtype.kind == "i" else np.uint32).view(np.uint32)
@@ -378,6 +378,9 @@ class Machine:
 
     def _op_rcp(self, parts, o):  # type: ignore[no-untyped-def]
         return self._compute(o[0], ("f32",), o[1:], lambda a: np.float32(1) / a)
+
+    def _op_rsqrt(self, parts, o):  # type: ignore[no-untyped-def]
+        return self._compute(o[0], ("f32",), o[1:], lambda a: np.float32(1) / np.sqrt(a))
 
     def _op_createpolicy(self, parts, o):  # type: ignore[no-untyped-def]
         return lambda warp, active: self._write(warp, active, o[0], np.zeros(LANES, np.uint64))

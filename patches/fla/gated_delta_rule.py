@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from accel.kernels.gated_delta_rule import gated_delta_rule, recurrent_gated_delta_rule
+from accel.kernels.gated_delta_rule import gated_delta_rule, launch, recurrent_gated_delta_rule
 from accel.kernels.gated_delta_rule.facts import GatedDeltaRuleFacts
-from accel.kernels.gated_delta_rule.plan import plan
+from accel.kernels.gated_delta_rule.plan import RECURRENT, plan
 from accel.kernels.runtime.interned import interned
 from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
@@ -42,10 +42,14 @@ def patch(module: ModuleType, state: TargetState) -> Iterable[Rebinding]:
 
 
 def upstream(case: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
-    """FLA's results and gradients for a case of the family; None for the recurrent ones, without a gradient there."""
+    """FLA's results for a case of the family, with gradients where it has any; None for gradients token by token."""
+    ops = importlib.import_module("fla.ops.gated_delta_rule")
+    if getattr(case, "forward_only", False):
+        function = rule.in_our_words(ops.fused_recurrent_gated_delta_rule)
+        return lambda inputs: case.like_run(function, inputs)
     if case.call != "chunk_gated_delta_rule":
         return None
-    function = rule.in_our_words(importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule)
+    function = rule.in_our_words(ops.chunk_gated_delta_rule)
 
     def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         outputs: dict[str, torch.Tensor] = case.call_with(function, inputs)
@@ -298,14 +302,15 @@ class FusedRecurrentGatedDeltaRule(PortableAdapter):
         rule.warn_deprecated(transpose_state_layout)
         if not use_gate_in_kernel:
             A_log = dt_bias = None
+        options: dict[str, Any] = {} if choice.kernel == RECURRENT else {"gk": gk, "gv": gv}
+        compute = launch.recurrent if choice.kernel == RECURRENT else recurrent_gated_delta_rule
         with torch.no_grad():
-            o, final_state = recurrent_gated_delta_rule(
+            o, final_state = compute(
                 q,
                 k,
                 v,
                 g,
-                gk=gk,
-                gv=gv,
+                **options,
                 beta=beta,
                 scale=scale,
                 initial_state=initial_state,

@@ -5,8 +5,9 @@ closure if FLA is installed, and every keyword that FLA's signature lacks is dro
 because that works before and after a model is built; the call is read by the rules of whichever function is in the
 closure.
 
-Served on a CPU, where FLA itself cannot run. Not reached: functions under other names; remote code whose function is
-FLA's neither by name nor in its closure, since nothing says what it computes.
+Served on a CPU, where FLA itself cannot run, and on GPUs the gated delta rule token by token (decoding). Not reached:
+functions under other names; remote code whose function is FLA's neither by name nor in its closure, since nothing says
+what it computes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch
 from torch import nn
 
 from accel import serve
-from accel.kernels.gated_delta_rule import gated_delta_rule, recurrent_gated_delta_rule
+from accel.kernels.gated_delta_rule import gated_delta_rule, launch, recurrent_gated_delta_rule
 from accel.kernels.gated_delta_rule.facts import GatedDeltaRuleFacts
+from accel.kernels.gated_delta_rule.plan import RECURRENT
 from accel.kernels.gated_delta_rule.plan import plan as gated_delta_rule_plan
 from accel.kernels.kda import kda, recurrent_kda
 from accel.kernels.kda.facts import KdaFacts
@@ -138,7 +140,8 @@ class DeltaRule(PortableAdapter):
             return self.fla.run(choice, *args, **self._kept(kwargs))
         call = self._by_name(args, kwargs)
         query = call["query"]
-        out, state = self.operation.compute(
+        compute = launch.recurrent if choice.kernel == RECURRENT else self.operation.compute
+        out, state = compute(
             query,
             call["key"],
             call["value"],
