@@ -18,7 +18,8 @@ import torch
 
 from accel.kernels.attention.cases import laid_out
 from accel.kernels.attention.launch import bounds
-from accel.kernels.attention.reference import attention_ref
+from accel.kernels.attention.mask_config import BLOCK, TILE
+from accel.kernels.attention.reference import attention_ref, classified_ref
 from accel.kernels.attention.sm80_config import Sm80Config, sm80_config
 from accel.kernels.runtime import arch as archs
 from accel.kernels.runtime import compile as runtime
@@ -27,8 +28,8 @@ from accel.kernels.runtime.emulate_sm90 import divisor
 
 LOG2_E = math.log2(math.e)
 
-#: (arch, dtype, head_dim, head_dim_v, kind), (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal, window, sections,
-#: and what differs from the configuration of the arch
+#: (arch, dtype, head_dim, head_dim_v, kind), (batch, heads_q, heads_kv, seqlen_q, seqlen_k), causal or of a mask which
+#: one, window, sections, and what differs from the configuration of the arch
 CASES: tuple[tuple[Any, ...], ...] = (
     (("sm_80", "bfloat16", 128, 128, "causal"), (1, 2, 1, 140, 200), "none", None, 1, {}),
     (("sm_80", "bfloat16", 128, 128, "causal"), (2, 4, 2, 150, 100), "bottom_right", None, 2, {}),
@@ -41,6 +42,10 @@ CASES: tuple[tuple[Any, ...], ...] = (
     (("sm_80", "bfloat16", 192, 128, "causal"), (1, 1, 1, 100, 140), "bottom_right", None, 1, {}),
     (("sm_80", "bfloat16", 256, 256, "causal"), (1, 1, 1, 130, 130), "top_left", None, 1, {}),
     (("sm_86", "float16", 256, 256, "causal"), (1, 1, 1, 70, 90), "none", None, 1, {}),
+    (("sm_80", "bfloat16", 128, 128, "mask"), (1, 2, 1, 160, 400), "tiles", None, 1, {}),
+    (("sm_90", "bfloat16", 64, 64, "mask"), (2, 2, 2, 150, 520), "tiles", None, 2, {}),
+    (("sm_90", "float16", 64, 64, "mask"), (1, 2, 1, 140, 300), "keys", None, 1, {"slots": 3}),
+    (("sm_80", "bfloat16", 256, 256, "mask"), (1, 1, 1, 130, 300), "tiles", None, 1, {}),
 )
 
 
@@ -63,7 +68,21 @@ def name(case: tuple[Any, ...]) -> str:
     return "_".join(map(str, (*case[0], *case[1], case[2])))
 
 
-RUNS = [(c, True) for c in CASES] + [(c, False) for c in (CASES[1], CASES[4], CASES[9])]
+def mask_of(kind: str, shape: tuple[int, int, int, int], generator: torch.Generator) -> torch.Tensor:
+    """ "keys": the same for all queries, none in the first tile; "tiles": empty, full and random ones, a row of nothing."""
+    batch, heads, seqlen_q, seqlen_k = shape
+    drawn = torch.rand(batch, heads, seqlen_q, seqlen_k, generator=generator) < 0.3
+    if kind == "keys":
+        return (drawn[:, :1, :1] & (torch.arange(seqlen_k) >= TILE)).expand(shape)
+    tiles = torch.randint(0, 3, (batch, heads, -(-seqlen_q // BLOCK), -(-seqlen_k // TILE)), generator=generator)
+    tiles[..., 0], tiles[..., 1] = 1, 2  # a full tile and a partial one at least
+    tiles = tiles.repeat_interleave(BLOCK, 2)[:, :, :seqlen_q].repeat_interleave(TILE, 3)[..., :seqlen_k]
+    seen = (tiles == 1) | ((tiles == 2) & drawn)
+    seen[:, :, seqlen_q // 2] = False
+    return seen
+
+
+RUNS = [(c, True) for c in CASES] + [(c, False) for c in (CASES[1], CASES[4], CASES[9], CASES[12])]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +110,13 @@ def test_attention(case: tuple[Any, ...], late: bool) -> None:
     parameters = [place(memory, t) for t in (q, k, v)]
     parameters += [pack_tensor(memory.place(out), (batch, heads_q, seqlen_q), strides)]
     parameters += [pack_tensor(memory.place(lse), lse.shape, (heads_q * seqlen_q, seqlen_q))]
+    mask = None
+    if c.kind == "mask":
+        mask, causal = mask_of(causal, (batch, heads_q, seqlen_q, seqlen_k), drawn), "none"
+        for t, symbolic in zip(classified_ref(mask), (3, 4, 4), strict=True):
+            parameters += [
+                pack_tensor(memory.place(t.numpy().copy()), t.shape[:symbolic], t.contiguous().stride()[:-1])
+            ]
     parameters += [np.float32(c.head_dim**-0.5 * LOG2_E).tobytes()]
     parameters += [ints(0 if causal == "top_left" else seqlen_k - seqlen_q), *map(ints, bounds(causal, window))]
     numbers = (blocks, heads_q, group, batch * heads_kv, sections, group * blocks)
@@ -100,7 +126,7 @@ def test_attention(case: tuple[Any, ...], late: bool) -> None:
     assert machine.bank_conflicts == 0
 
     got = torch.from_numpy(out.view(np.int16)).view(q.dtype).transpose(1, 2).double()
-    want, want_lse = attention_ref(q, k, v, causal=causal, window=window)
+    want, want_lse = attention_ref(q, k, v, mask=mask, causal=causal, window=window)
     assert not torch.isnan(got).any()
     assert (got - want).norm() <= (4e-3 if c.dtype == "bfloat16" else 5e-4) * want.norm()
     sums = torch.from_numpy(lse).double()
