@@ -69,7 +69,7 @@ def name(case: tuple[Any, ...]) -> str:
 
 
 def mask_of(kind: str, shape: tuple[int, int, int, int], generator: torch.Generator) -> torch.Tensor:
-    """ "keys": the same for all queries, none in the first tile; "tiles": empty, full and random ones, a row of nothing."""
+    """Keys that all queries see, none in the first tile; or empty, full and random tiles and a row of nothing."""
     batch, heads, seqlen_q, seqlen_k = shape
     drawn = torch.rand(batch, heads, seqlen_q, seqlen_k, generator=generator) < 0.3
     if kind == "keys":

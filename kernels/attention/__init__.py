@@ -2,7 +2,8 @@
 
 `facts.py` says what there is to know about a call, `plan.py` decides from that alone, `launch.py` runs it. On sm_90 a
 kernel serves bf16 and fp16, head dims up to 256, grouped heads, causality, windows and boolean masks, whose empty tiles
-cost nothing; everything else declines. `attention_varlen` (varlen.py) takes packed sequences.
+cost nothing; on other archs from sm_80 on another one does. Everything else declines. `attention_varlen` (varlen.py)
+takes packed sequences, on sm_90.
 """
 
 from __future__ import annotations

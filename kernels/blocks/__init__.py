@@ -6,6 +6,7 @@
     wgmma.py       warpgroup products with A in shared memory or in registers, and where an accumulator's elements are
     scheduler.py   from a tile number to coordinates: grouped for a GEMM, heads in sections for attention
     softmax.py     the online softmax of accumulator rows
+    warp_mma.py    warp products, ldmatrix, cp.async and the tiles that they share: every target from sm_80 on
     gemm_sm90.py   C = A @ B.T: every block but the softmax in one small kernel
 
 What the DSL ships (cutlass.pipeline, its sm90 helpers) is used as it is; these files hold what is around it.
