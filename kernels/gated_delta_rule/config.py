@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..blocks.dtypes import INDEX_DTYPES, WIDTH
+
 WARP = 32
-WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}  #: bytes of an element
-INDEX_DTYPES = ("int32", "int64")
 HEAD_DIMS = (64, 128, 256)
 K_LANES = 8  #: lanes of a warp that share a value column
 VECTOR = 4  #: elements of a thread's access to the state, and value columns of a thread

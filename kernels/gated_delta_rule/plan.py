@@ -7,9 +7,10 @@ recurrent kernel takes what decoding needs.
 from __future__ import annotations
 
 from ...outcome import Choice, Declined
+from ..blocks.dtypes import WIDTH
 from ..linear_attention.support import unsupported
 from ..runtime import arch as archs
-from .config import COLUMNS, HEAD_DIMS, WIDTH
+from .config import COLUMNS, HEAD_DIMS
 from .facts import GatedDeltaRuleFacts
 
 FAMILY = "gated_delta_rule"
