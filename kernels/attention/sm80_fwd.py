@@ -40,7 +40,6 @@ class AttentionForward:
 
     def __init__(self, config: Sm80Config) -> None:
         self.config = config
-        self.dtype = mma.DTYPES[config.dtype]
 
     @cute.jit
     def with_lse(
@@ -193,6 +192,7 @@ class AttentionForward:
         # Without keys q may still be on its way to where the output goes.
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
+        # Where the CTA is, computed again: it need not be in registers during the loop.
         block, head, batch = self.tile(mma.anew(cute.arch.block_idx()[0]), work)
         thread = mma.thread_index()
         first, lane = block * c.tile_m, thread % mma.WARP
@@ -316,6 +316,7 @@ class AttentionForward:
         return [mma.load_matrices(place, offset + m * 2 * TILE_M * c.padded) for m in range(c.row_tiles)]
 
     def scores(self, places, slot) -> list:
+        """q @ k.T with the k in a slot: an accumulator for each 16 queries."""
         c = self.config
         place_q, place_k, _, kept_q = places
         scores = [cute.make_rmem_tensor(c.tile_n // 2, Float32) for _ in range(c.row_tiles)]
@@ -333,10 +334,13 @@ class AttentionForward:
         return scores
 
     def accumulate(self, rounded, acc, row_sum, place_v, slot) -> None:
+        """The output plus P, rounded and packed, times the v in a slot."""
         c = self.config
         in_slot = place_v + slot * c.slot_bytes
         for s in range(0, c.tile_n, 16):
             if s == c.tile_n // 2:
+                # Half of v waits for the row sums. Nothing else here wants them, and the assembler would put them off to
+                # the end of the step: all exponentials would stay in registers until then, and the row sums would not.
                 total = row_sum[0][0] + row_sum[0][1]
                 for m in range(1, c.row_tiles):
                     total = total + row_sum[m][0] + row_sum[m][1]
