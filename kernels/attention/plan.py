@@ -114,7 +114,7 @@ def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: b
     """Tiles per head dim: accumulators of q @ k.T (tile_n / 2 registers) and of the output (head_dim_v / 2) and P
     (tile_n / 4) within 240 registers a thread, or 160 with three warpgroups; both rings twice in shared memory.
 
-    Measured on an H200, bf16 (benchmarks/notes/attention.md). A CTA an SM with the overlap across tiles wins where tiles
+    Measured on an H200, bf16 (benchmarks/notes/attention.md). A CTA an SM with the overlap over tiles wins where tiles
     are short or the products small: 577 queries and keys of d64 70 against 88 us, d80 600 against 694, causal d64 174
     against 189. Without that overlap it wins for causal d96 and d256 by 1-3%. A CTA for every tile wins where tiles are
     long (causal d128 of 16384 by 3%, d192 of 8192 by 4%) and under masks, where their lengths vary most.
