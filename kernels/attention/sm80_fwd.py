@@ -339,8 +339,8 @@ class AttentionForward:
         in_slot = place_v + slot * c.slot_bytes
         for s in range(0, c.tile_n, 16):
             if s == c.tile_n // 2:
-                # Half of v waits for the row sums. Nothing else here wants them, and the assembler would put them off to
-                # the end of the step: all exponentials would stay in registers until then, and the row sums would not.
+                # Half of v waits for the row sums. Nothing else here wants them, and the assembler puts them off to the
+                # end of the step: all exponentials stay in registers until then, and the row sums do not.
                 total = row_sum[0][0] + row_sum[0][1]
                 for m in range(1, c.row_tiles):
                     total = total + row_sum[m][0] + row_sum[m][1]
