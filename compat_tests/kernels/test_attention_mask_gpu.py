@@ -27,7 +27,7 @@ def classified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     original = masks._classified
 
     def counted(*arguments: Any) -> masks.Lists:
-        made.append(arguments)
+        made.append(arguments[1:])  # not the mask, whose memory is to be free again
         return original(*arguments)
 
     monkeypatch.setattr(masks, "_classified", counted)

@@ -112,12 +112,11 @@ def kind(facts: AttentionFacts) -> str:
 @lru_cache(maxsize=1024)
 def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: bool, varlen: bool = False) -> FwdConfig:
     """Tiles per head dim: accumulators of q @ k.T (tile_n / 2 registers) and of the output (head_dim_v / 2) and P
-    (tile_n / 4) within 240 registers a thread, or 160 with three warpgroups; both rings twice in shared memory.
+        (tile_n / 4) within 240 registers a thread, or 160 with three warpgroups; both rings twice in shared memory.
 
-    Measured on an H200, bf16 (benchmarks/notes/attention.md). A CTA an SM with the overlap over tiles wins where tiles
-    are short or the products small: 577 queries and keys of d64 70 against 88 us, d80 600 against 694, causal d64 174
-    against 189. Without that overlap it wins for causal d96 and d256 by 1-3%. A CTA for every tile wins where tiles are
-    long (causal d128 of 16384 by 3%, d192 of 8192 by 4%) and under masks, where their lengths vary most.
+    '    Measured on an H200, bf16 (benchmarks/notes/attention.md). A CTA an SM wins by 1-4%, with the overlap across tiles
+        where products are small: 577 queries and keys of d64 70 us against 88, d80 600 against 694. A CTA for every tile
+        wins for d192 of 8192 (by 4%) and under masks, where the lengths of tiles vary most (8 packed sequences: by 15%).
     """
     if varlen:
         base = forward_config(dtype, head_dim, head_dim_v, kind, lse)
@@ -125,7 +124,7 @@ def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: b
     what = (dtype, head_dim, head_dim_v, kind, lse)
     if kind == "mask":  # 128 x 128, or halves of that where the output takes half of the registers
         if head_dim_v <= 128:
-            return FwdConfig(*what, turns=head_dim <= 128, persistent=False, own_out=False)
+            return FwdConfig(*what, turns=head_dim <= 128, early_rescale=head_dim > 96, persistent=False, own_out=False)
         return FwdConfig(*what, tile_n=64, turns=False, early_rescale=True, persistent=False, own_out=False)
     if head_dim <= 64:
         return FwdConfig(*what, warpgroups=2 if kind == "full" else 3, ahead=True)
@@ -133,6 +132,8 @@ def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: b
         return FwdConfig(*what, warpgroups=3, tile_n=112, ahead=True)
     if head_dim <= 96:
         return FwdConfig(*what, ahead=kind == "full")
+    if head_dim <= 128:
+        return FwdConfig(*what, turns=kind != "full", early_rescale=True)
     if head_dim_v <= 128:
-        return FwdConfig(*what, turns=head_dim <= 128, early_rescale=True, persistent=False, own_out=False)
+        return FwdConfig(*what, turns=False, early_rescale=True, persistent=False, own_out=False)
     return FwdConfig(*what, tile_n=80, turns=False, early_rescale=True, own_out=False)
