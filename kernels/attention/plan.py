@@ -112,11 +112,11 @@ def kind(facts: AttentionFacts) -> str:
 @lru_cache(maxsize=1024)
 def forward_config(dtype: str, head_dim: int, head_dim_v: int, kind: str, lse: bool, varlen: bool = False) -> FwdConfig:
     """Tiles per head dim: accumulators of q @ k.T (tile_n / 2 registers) and of the output (head_dim_v / 2) and P
-        (tile_n / 4) within 240 registers a thread, or 160 with three warpgroups; both rings twice in shared memory.
+    (tile_n / 4) within 240 registers a thread, or 160 with three warpgroups; both rings twice in shared memory.
 
-    '    Measured on an H200, bf16 (benchmarks/notes/attention.md). A CTA an SM wins by 1-4%, with the overlap across tiles
-        where products are small: 577 queries and keys of d64 70 us against 88, d80 600 against 694. A CTA for every tile
-        wins for d192 of 8192 (by 4%) and under masks, where the lengths of tiles vary most (8 packed sequences: by 15%).
+    Measured on an H200, bf16 (benchmarks/notes/attention.md). A CTA an SM wins by 1-4%, with the overlap of its tiles
+    where products are small: 577 queries and keys of d64 70 us against 88, d80 600 against 694. A CTA for every tile
+    wins for d192 of 8192 (by 4%) and under masks, where the lengths of tiles vary most (8 packed sequences: by 15%).
     """
     if varlen:
         base = forward_config(dtype, head_dim, head_dim_v, kind, lse)
