@@ -580,9 +580,8 @@ class Machine:
         def run(warp: _Warp, active: np.ndarray) -> None:
             A, B = np.zeros((16, 16)), np.zeros((16, 8))
             for i, read in enumerate(a):
-                A[row + i % 2 * 8, column + i // 2 * 8], A[row + i % 2 * 8, column + i // 2 * 8 + 1] = halves(
-                    read(warp)
-                )
+                r, k = row + i % 2 * 8, column + i // 2 * 8
+                A[r, k], A[r, k + 1] = halves(read(warp))
             for i, read in enumerate(b):
                 B[column + i * 8, row], B[column + i * 8 + 1, row] = halves(read(warp))
             with np.errstate(all="ignore"):
