@@ -271,6 +271,7 @@ REPRESENTATIVE = {
     "transformers.rms_norm": "transformers.models.llama.modeling_llama",
     "transformers.rms_norm_gated": "transformers.models.qwen3_next.modeling_qwen3_next",
     "transformers.gated_delta_rule": "transformers.models.qwen3_next.modeling_qwen3_next",
+    "transformers.causal_conv1d": "transformers.models.qwen3_next.modeling_qwen3_next",
     "transformers.kda": "transformers.models.kimi_linear.modeling_kimi_linear",
 }
 _MARK = "accel-doctor:"

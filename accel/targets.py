@@ -99,6 +99,13 @@ TARGETS: tuple[Target, ...] = (
         every_model=True,
     ),
     Target(
+        "transformers.causal_conv1d",
+        "conv",
+        "`causal_conv1d_fn`, `causal_conv1d_update`, where they are transformers' own torch code",
+        "transformers.conv",
+        every_model=True,
+    ),
+    Target(
         "diffusers.sdpa",
         "sdpa",
         "the `native` entry of the attention registry",
