@@ -399,16 +399,29 @@ def test_declines(name: str, changes: Callable[[], dict[str, Any]], reason: str,
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_no_kernel_on_a_gpu_yet(name: str, fake_cuda: Any) -> None:
+def test_on_a_gpu_the_recurrent_function_has_a_kernel(
+    name: str, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_UNCERTIFIED", "1")
     accel.accelerate("gdn")
-    given = {
-        k: fake_cuda.empty(*x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
-        for k, x in arguments(name).items()
-    }
     call = serve.wrapped_call(upstream(name))
-    for arch in ("sm_80", "sm_90", "sm_100"):
-        decision, _ = call.decide((), given, arch=arch)
-        assert decision == Declined(f"no gated_delta_rule kernel for {arch} yet: upstream's own runs")
+    for head_dim in (64, None):
+        given = {
+            k: fake_cuda.empty(*x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
+            for k, x in arguments(name).items()
+        }
+        if head_dim is not None:
+            wide = {"q": head_dim, "k": head_dim, "v": 2 * head_dim}
+            given |= {k: fake_cuda.empty(*given[k].shape[:3], n, dtype=given[k].dtype) for k, n in wide.items()}
+            given["initial_state"] = None
+        for arch in ("sm_80", "sm_90", "sm_100"):
+            decision, _ = call.decide((), given, arch=arch)
+            if name == CHUNK:
+                assert decision == Declined(f"no chunked gated_delta_rule kernel for {arch} yet: upstream's own runs")
+            elif head_dim is None:
+                assert isinstance(decision, Declined) and "the recurrent kernel has 64, 128, 256" in decision.reason
+            else:
+                assert decision == Choice("gated_delta_rule", "any_recurrent")
 
 
 def test_a_planned_launch_is_taken_where_upstream_knows_it() -> None:

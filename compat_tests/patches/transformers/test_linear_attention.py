@@ -472,7 +472,7 @@ def test_kda_with_fewer_heads_is_upstreams_to_reject(monkeypatch: pytest.MonkeyP
 
 @EACH
 @pytest.mark.parametrize("fla", [False, True], ids=["torch", "fla"])
-def test_no_kernel_on_a_gpu_yet(
+def test_what_has_no_kernel_on_a_gpu(
     function: Function, fla: bool, monkeypatch: pytest.MonkeyPatch, holding: Any, fake_cuda: Any
 ) -> None:
     call = holding(function, decorated(function, monkeypatch, Fla() if fla else None))
@@ -483,8 +483,32 @@ def test_no_kernel_on_a_gpu_yet(
     }
     query, key, value = (inputs.pop(name) for name in ("query", "key", "value"))
     decision, _ = call.decide((query, key, value), inputs, arch="sm_90")
-    family = "kda" if function.kda else "gated_delta_rule"
-    assert reason(decision) == f"no {family} kernel for sm_90 yet: upstream's own runs"
+    if function.kda:
+        assert reason(decision) == "no kda kernel for sm_90 yet: upstream's own runs"
+    elif function.recurrent:
+        assert reason(decision) == f"head_dim={DIM}: the recurrent kernel has 64, 128, 256"
+    else:
+        assert reason(decision) == "no chunked gated_delta_rule kernel for sm_90 yet: upstream's own runs"
+
+
+@pytest.mark.parametrize("fla", [False, True], ids=["torch", "fla"])
+def test_decoding_with_the_gated_delta_rule_has_a_kernel(
+    fla: bool, monkeypatch: pytest.MonkeyPatch, holding: Any, fake_cuda: Any
+) -> None:
+    monkeypatch.setenv("ACCEL_UNCERTIFIED", "1")
+    function = FUNCTIONS[1]
+    call = holding(function, decorated(function, monkeypatch, Fla() if fla else None))
+    q, v = (fake_cuda.empty(2, 1, heads, 128, dtype=torch.bfloat16) for heads in (2, 4))
+    gates = fake_cuda.empty(2, 1, 4, dtype=torch.float32)
+    keywords = {
+        "g": gates,
+        "beta": gates,
+        "initial_state": fake_cuda.empty(2, 4, 128, 128, dtype=torch.float32),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }
+    decision, _ = call.decide((q, q, v), keywords, arch="sm_90")
+    assert decision == Choice("gated_delta_rule", "any_recurrent")
 
 
 # --- FLA's function is upstream ----------------------------------------------------------------------------------
