@@ -28,6 +28,7 @@ KERNELS = {
     "benchmarks/ops/attention_cold.py": {"sm90_fwd", "any_decode"},
     "benchmarks/ops/attention_decode.py": {"any_decode"},
     "benchmarks/ops/attention_masks.py": {"sm90_fwd", "any_classify"},
+    "benchmarks/ops/gated_delta_rule.py": {"any_recurrent"},
 }
 BEGIN, END = "<!-- benchmark table: made by benchmarks/report.py -->", "<!-- end of benchmark table -->"
 

@@ -161,8 +161,9 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed")
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("flash-linear-attention", "triton"))
-    rows = Rows("benchmarks/ops/gated_delta_rule.py", source_hash("gated_delta_rule", "any_recurrent"), ", ".join(versions))
+    packages = ("flash-linear-attention", "triton")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    rows = Rows("benchmarks/ops/gated_delta_rule.py", source_hash("gated_delta_rule", "any_recurrent"), versions)
     bandwidth = copy_bandwidth()
     print(
         f"{rows.gpu}, torch {torch.__version__}, {rows.upstream}, copy {bandwidth / 1e12:.2f} TB/s, {clocks()}",
