@@ -29,7 +29,10 @@ KERNELS = {
     "benchmarks/ops/attention_decode.py": {"any_decode"},
     "benchmarks/ops/attention_masks.py": {"sm90_fwd", "any_classify"},
     "benchmarks/ops/gated_delta_rule.py": {"any_recurrent"},
+    "benchmarks/ops/causal_conv1d.py": {"any_fwd", "any_update"},
 }
+#: Result files that are not named like their kernel family.
+FAMILIES = {"conv1d": "causal_conv1d"}
 BEGIN, END = "<!-- benchmark table: made by benchmarks/report.py -->", "<!-- end of benchmark table -->"
 
 
@@ -144,9 +147,15 @@ def served_comparisons(results: Path = RESULTS, certificates: Path = CERTIFICATE
         for certificate in read_certificates(path):
             if certificate.failure is None:
                 kernels[certificate.family].add(certificate.kernel)
-    files = [results / "h200" / f"{name}.jsonl" for name in ("models", *sorted(kernels))]
+    names = {family: family for family in ("models", *sorted(kernels))}
+    names |= {family: name for name, family in FAMILIES.items() if family in kernels}
+    files = [results / "h200" / f"{name}.jsonl" for name in names.values()]
     rows = [row for path in files if path.exists() for row in comparisons(path)]
-    return [row for row in rows if KERNELS.get(row.bench, set()) <= kernels.get(row.family, set())]
+    return [row for row in rows if KERNELS.get(row.bench, set()) <= kernels.get(_family(row), set())]
+
+
+def _family(row: Comparison) -> str:
+    return FAMILIES.get(row.family, row.family)
 
 
 def write_readme(rows: list[Comparison], readme: Path) -> None:
