@@ -92,7 +92,7 @@ def test_random_sweep() -> None:
             mask=draw.choice(MASKS),
             layout=draw.choice(LAYOUTS),
             magnitude=draw.choice((1.0, 1.0, 6.0)),
-            splits=draw.choice((None, None, 1, 2, 5, 40)),
+            splits=draw.choice((None, None, 1, 2, 5, 40, 150)),
         )
         if config_of(case) in known:
             done += 1
