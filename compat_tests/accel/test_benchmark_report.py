@@ -80,7 +80,20 @@ def test_rows_are_of_whole_models_and_of_certified_kernels(report: ModuleType, r
 def test_every_benchmark_of_some_kernels_and_every_kernel_exists(report: ModuleType) -> None:
     for bench, kernels in report.KERNELS.items():
         assert (ROOT / bench).exists()
-        assert all((ROOT / "kernels" / "attention" / f"{kernel}.py").exists() for kernel in kernels)
+        family = next(name for name in ("attention", "gated_delta_rule", "causal_conv1d") if name in bench)
+        assert all((ROOT / "kernels" / family / f"{kernel}.py").exists() for kernel in kernels)
+
+
+def test_a_result_file_of_another_name_than_its_family(report: ModuleType, results: Path, tmp_path: Path) -> None:
+    assert all((ROOT / "kernels" / family).is_dir() for family in report.FAMILIES.values())
+    rows = (results / "h200" / "attention.jsonl").read_text().replace("benchmarks/ops/attention.py", "elsewhere.py")
+    (results / "h200" / "conv1d.jsonl").write_text(rows)
+    held = json.loads((ROOT / "kernels" / "certificates" / "sm90.json").read_text())
+    held["certificates"] = [
+        {**held["certificates"][0], "family": "causal_conv1d", "kernel": "any_fwd", "failure": None}
+    ]
+    (tmp_path / "sm90.json").write_text(json.dumps(held))
+    assert "conv1d" in {row.family for row in report.served_comparisons(results, tmp_path)}
 
 
 def test_the_table(report: ModuleType, results: Path) -> None:

@@ -55,7 +55,7 @@ def recurrent(
     batch, tokens, _, head_dim = q.shape
     _, _, heads_v, head_dim_v = v.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    out = v.new_empty(v.shape)
+    out = v.new_empty(batch, tokens, heads_v, head_dim_v)
     if in_place:
         final = initial_state
     elif output_final_state:

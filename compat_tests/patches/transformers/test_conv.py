@@ -184,3 +184,42 @@ def test_facts_are_those_of_the_call(on_gpu: None) -> None:
     assert facts == ConvFacts("forward", "bfloat16", "bfloat16", 16, 4)
     call["hidden_states"] = call["hidden_states"].contiguous()
     assert not adapter(conv.CausalConv1d).facts(**call)[0].channels_last
+
+
+MODEL = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2}
+ATTENTION = MODEL | {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Mamba", MODEL | {"state_size": 8}),
+        ("Mamba2", MODEL | MAMBA2),
+        ("Lfm2", ATTENTION | {"layer_types": ["conv", "full_attention"]}),
+    ],
+)
+def test_models_take_channels_that_lie_next_to_each_other(on_gpu: None, name: str, config: dict[str, Any]) -> None:
+    """Logits and greedy tokens, every convolution served."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config)).eval()
+    ids = torch.randint(1, 99, (2, 19))
+
+    def results() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            tokens = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
+            )  # fmt: skip
+            return model(ids).logits, tokens
+
+    want = results()
+    accel.accelerate(TARGET)
+    state = STATES[TARGET]
+    state.served.clear()
+    state.declined.clear()
+    got = results()
+    assert sum(state.served.values()) > 0 and not state.declined
+    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(got[1], want[1])
