@@ -108,7 +108,7 @@ EMULATED = (
     ("sm_90", 1, RecurrentCase((2, 0, 3), (1, 1), (64, 32), "float32", packed=True, gate="resets", state="padded")),
     ("sm_90", 1, RecurrentCase((1, 0, 2, 1), (1, 1), (64, 16), "bfloat16", packed=True, state="pool",
                                state_dtype="bfloat16")),
-    ("sm_90", 1, RecurrentCase((1,) * 4, (1, 1), (128, 16), "bfloat16", state="pool", state_v_first=True,
+    ("sm_90", 1, RecurrentCase((1,) * 3, (1, 1), (128, 16), "bfloat16", state="pool", state_v_first=True,
                                state_dtype="float16", scalar_dtype="bfloat16")),
     ("sm_90", 1, RecurrentCase((2,), (1, 1), (256, 16), "bfloat16", state="initial", bare=True, v_dtype="float32")),
     ("sm_100", 1, RecurrentCase((2,), (1, 1), (128, 16), "float32", state="in_place", gate="strong")),

@@ -147,13 +147,13 @@ class RecurrentCase(base.Case):
 
 
 def pooled(state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(a pool that holds the states in another order, others between them; int32 indices, every third of them -1)."""
+    """(a pool that holds the states in another order, others between them; indices, every third of them -1)."""
     count = state.shape[0]
     places = torch.randperm(2 * count + 3, generator=generator)[:count]
     pool = torch.randn(2 * count + 3, *state.shape[1:], generator=generator).to(state.device, state.dtype)
     pool[places.to(state.device)] = state
     indices = torch.where(torch.arange(count) % 3 == 2, -1, places)
-    return pool, indices.to(state.device, torch.int32)
+    return pool, indices.to(state.device, torch.int32 if count % 2 else torch.int64)
 
 
 def portable(case: RecurrentCase, inputs: Inputs) -> Outputs:
