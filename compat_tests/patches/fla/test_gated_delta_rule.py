@@ -22,7 +22,8 @@ from torch._dynamo.testing import CompileCounter
 
 import accel
 from accel import serve
-from accel.kernels.gated_delta_rule.cases import CASES
+from accel.kernels.gated_delta_rule import recurrent_gated_delta_rule
+from accel.kernels.gated_delta_rule.cases import RECURRENT_CASES, TRAINING_CASES
 from accel.outcome import Choice, Declined
 from accel.state import STATES
 from accel.testing import accuracy, snapshot
@@ -144,7 +145,9 @@ def test_adapter_knows_every_parameter_of_upstream(name: str) -> None:
 # ---- matching ----
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.lengths != (1024,)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in TRAINING_CASES if case.lengths != (1024,)], ids=lambda case: case.name
+)
 def test_accepted_calls_match_the_oracle(case: Any) -> None:
     inputs = case.make(torch.device("cpu"), torch.Generator().manual_seed(SEED))
     accel.accelerate("gdn")
@@ -490,7 +493,31 @@ def test_explain_runs_and_counts_nothing() -> None:
     assert not STATES[TARGETS[CHUNK]].served
 
 
-def test_fla_certifies_the_chunked_cases_only() -> None:
+def test_fla_certifies_what_it_has_a_function_for() -> None:
+    """It has no gradients token by token."""
     adapter = import_module("accel.patches.fla.gated_delta_rule")
-    offered = {case.mode for case in CASES if adapter.upstream(case) is not None}
+    offered = {case.mode for case in TRAINING_CASES if adapter.upstream(case) is not None}
     assert offered == {"chunk"} and adapter.CERTIFIES == "gated_delta_rule"
+    assert all(adapter.upstream(case) is not None for case in RECURRENT_CASES)
+
+
+@pytest.mark.parametrize("state", ["new", "pool", "in_place", "initial", "final"])
+def test_the_yardstick_of_decoding_is_upstreams_function(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch stands in for FLA's kernel: pools and dtypes are the adapter's business."""
+    from accel.kernels.gated_delta_rule.recurrent_cases import RecurrentCase, portable
+
+    adapter = import_module("accel.patches.fla.gated_delta_rule")
+    ops = import_module("fla.ops.gated_delta_rule")
+
+    def plain(**given: Any) -> Any:
+        flags = ("use_qk_l2norm", "use_gate", "use_beta_sigmoid")
+        assert all(f"{flag}_in_kernel" in given for flag in flags)
+        return recurrent_gated_delta_rule(**{name.removesuffix("_in_kernel"): x for name, x in given.items()})
+
+    monkeypatch.setattr(ops, "fused_recurrent_gated_delta_rule", plain)
+    case = RecurrentCase((3, 3, 3), (1, 2), (64, 16), "float32", state=state)
+    inputs = case.make("cpu", torch.Generator().manual_seed(SEED))
+    got, want = adapter.upstream(case)(inputs), portable(case, inputs)
+    assert set(got) == set(want)
+    for name, x in got.items():
+        torch.testing.assert_close(x, want[name])
