@@ -4,9 +4,8 @@ All q heads of one kv head, times the q positions, are the rows of one tile of 1
 CTA has a share of the keys of one (batch, kv head): every splits-th stretch of blocks, which spreads padding evenly.
 Inside, a group of warps has its own blocks of 16 or 32 keys, its own ring of asynchronous copies in shared memory and
 its own online softmax in fp32: groups never wait for each other before the end. There those of a CTA add up through
-shared memory, the CTAs of a (batch, kv head) through a scratch buffer: the last to arrive of a bundle of CTAs, found
-by an atomic counter that it resets, adds the bundle up in order, and the last of these the bundles. One launch, and the
-same bits every time.
+shared memory, the CTAs of a (batch, kv head) through a scratch buffer: the last to arrive, found by an atomic
+counter that it resets, adds the others up in their order. One launch, and the same bits every time.
 
 A boolean mask is read ahead, 32 blocks at a time, into one bit a key: blocks without a key to attend are never loaded.
 Keys that no row attends to are not loaded either (zeros stand for them): whatever lies there cannot reach the output.
@@ -21,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
-from .decode_config import AT_ONCE, COUNTERS, TILE_K, TILE_M, TILE_N, WARP, DecodeConfig, swizzled
+from .decode_config import COUNTERS, TILE_K, TILE_M, TILE_N, WARP, DecodeConfig, swizzled
 
 ELEMENT = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 PTX_NAME = {"bfloat16": "bf16", "float16": "f16"}
@@ -30,10 +29,9 @@ ptx = cute.arch.inline_ptx
 
 
 class Decode:
-    """Traceable host function
-    `(q, k, v, [mask], out, [lse], scratch, splits, bundle, scale * log2(e), offset, stream)`.
+    """Traceable host function `(q, k, v, [mask], out, [lse], scratch, splits, scale * log2(e), offset, stream)`.
 
-    Query i sees the keys up to i + offset. The last of `bundle` CTAs adds their partial results up.
+    Query i sees the keys up to i + offset.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -50,12 +48,11 @@ class Decode:
         mO: cute.Tensor,
         mScratch: cute.Tensor,
         splits: Int32,
-        bundle: Int32,
         scale: Float32,
         offset: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, None, mO, None, mScratch, splits, bundle, scale, offset, stream)
+        self.launch(mQ, mK, mV, None, mO, None, mScratch, splits, scale, offset, stream)
 
     @cute.jit
     def with_lse(
@@ -67,12 +64,11 @@ class Decode:
         mLse: cute.Tensor,
         mScratch: cute.Tensor,
         splits: Int32,
-        bundle: Int32,
         scale: Float32,
         offset: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, None, mO, mLse, mScratch, splits, bundle, scale, offset, stream)
+        self.launch(mQ, mK, mV, None, mO, mLse, mScratch, splits, scale, offset, stream)
 
     @cute.jit
     def masked(
@@ -84,12 +80,11 @@ class Decode:
         mO: cute.Tensor,
         mScratch: cute.Tensor,
         splits: Int32,
-        bundle: Int32,
         scale: Float32,
         offset: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, mMask, mO, None, mScratch, splits, bundle, scale, offset, stream)
+        self.launch(mQ, mK, mV, mMask, mO, None, mScratch, splits, scale, offset, stream)
 
     @cute.jit
     def masked_with_lse(
@@ -102,18 +97,17 @@ class Decode:
         mLse: cute.Tensor,
         mScratch: cute.Tensor,
         splits: Int32,
-        bundle: Int32,
         scale: Float32,
         offset: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, mMask, mO, mLse, mScratch, splits, bundle, scale, offset, stream)
+        self.launch(mQ, mK, mV, mMask, mO, mLse, mScratch, splits, scale, offset, stream)
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mMask, mO, mLse, mScratch, splits, bundle, scale, offset, stream):
+    def launch(self, mQ, mK, mV, mMask, mO, mLse, mScratch, splits, scale, offset, stream):
         c = self.config
         pairs = mK.shape[0] * mK.shape[1]
-        self.kernel(mQ, mK, mV, mMask, mO, mLse, mScratch, splits, bundle, scale, offset).launch(
+        self.kernel(mQ, mK, mV, mMask, mO, mLse, mScratch, splits, scale, offset).launch(
             grid=[pairs * splits, 1, 1],
             block=[c.threads, 1, 1],
             min_blocks_per_mp=c.ctas_per_sm,
@@ -122,9 +116,7 @@ class Decode:
         )
 
     @cute.kernel
-    def kernel(
-        self, mQ, mK, mV, mMask, mO, mLse, mScratch, splits: Int32, bundle: Int32, scale: Float32, offset: Int32
-    ):
+    def kernel(self, mQ, mK, mV, mMask, mO, mLse, mScratch, splits: Int32, scale: Float32, offset: Int32):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -253,11 +245,9 @@ class Decode:
         cute.arch.barrier()
         self.hand_over(tO, peak, total, ring_ptr, sStats, group, row, lane)
         cute.arch.barrier()
-        pairs = mK.shape[0] * mK.shape[1]
         self.finish(
-            mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid,
-            pairs, pair, split, splits, bundle, scale, b, head_q, rows, seqlen_q,
-        )  # fmt: skip
+            mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid, pair, split, splits, scale, b, head_q, rows, seqlen_q
+        )
 
     # --- Loading ---------------------------------------------------------------------------------------------------
 
@@ -559,14 +549,13 @@ class Decode:
 
     @cute.jit
     def finish(
-        self, mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid,
-        pairs, pair, split, splits, bundle, scale, b, head_q, rows, seqlen_q,
-    ):  # fmt: skip
-        """Add the groups up; write the output, or a partial one that the last CTA of a bundle adds up."""
+        self, mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid, pair, split, splits, scale, b, head_q, rows, seqlen_q
+    ):
+        """Add the groups up; write the output, or a partial one that the last CTA of the (batch, kv head) adds up."""
         c = self.config
         vectors: cutlass.Constexpr = c.head_dim_v // 4
         sO = self.exchange(ring_ptr)
-        gStats, gPartial = self.partials(mScratch, pair * splits + split, rows)
+        gStats, gPartial = self.partials(mScratch, pair, split, splits, rows)
         items = rows * vectors
         acc = cute.make_rmem_tensor((4,), Float32)
         for item in cutlass.range(tid, items, c.threads, unroll=1):
@@ -585,97 +574,76 @@ class Decode:
             if splits == 1:
                 self.write(mO, mLse, acc, top * scale, summed, b, head_q, r, column, seqlen_q)
             else:
-                self.store(gStats, gPartial, acc, top * scale, summed, r, column)
+                store_vector(gPartial + (Int64(r) * c.head_dim_v + column) * 4, acc)
+                if column == 0:
+                    store_pair(gStats + Int64(r) * 8, top * scale, summed)
         if splits > 1:
-            self.add_splits(
-                mO, mLse, mScratch, sFlag, tid, pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q
-            )
-
-    @cute.jit
-    def partials(self, mScratch, index, rows):
-        """Addresses of the (log2 maximum, sum) pairs and outputs of one partial result in the scratch buffer."""
-        c = self.config
-        start = mScratch.iterator.toint() + COUNTERS * 4 + Int64(index) * rows * (c.head_dim_v + 4) * 4
-        return start + Int64(rows) * c.head_dim_v * 4, start
-
-    @cute.jit
-    def store(self, gStats, gPartial, acc, top, summed, r, column):
-        """Four elements of a row of a partial result: not divided yet."""
-        store_vector(gPartial + (Int64(r) * self.config.head_dim_v + column) * 4, acc)
-        if column == 0:
-            store_pair(gStats + Int64(r) * 8, top, summed)
-
-    @cute.jit
-    def add_splits(self, mO, mLse, mScratch, sFlag, tid, pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q):
-        """The last CTA to arrive of a bundle adds it up; of several bundles, the last one those.
-
-        Results of bundles lie behind those of all CTAs, counters of (batch, kv head)s behind those of all bundles.
-        """
-        bundles = cute.ceil_div(splits, bundle)
-        mine = split // bundle
-        source, count = pair * splits + mine * bundle, cutlass.min(bundle, splits - mine * bundle)
-        counter, target = pair * bundles + mine, pairs * splits + pair * bundles + mine
-        to_go = Int32(1) if bundles == 1 else Int32(2)
-        while to_go > 0:
+            cute.arch.fence_acq_rel_gpu()
             cute.arch.barrier()
-            address = cute.recast_ptr(mScratch.iterator + counter, dtype=Int32)
             if tid == 0:
-                # One thread's fences stand for the CTA: the barriers order the others' stores and loads around them.
-                cute.arch.fence_acq_rel_gpu()
-                sFlag[0] = cute.arch.atomic_add(address, Int32(1), sem="relaxed", scope="gpu")
-                cute.arch.fence_acq_rel_gpu()
+                counter = mScratch.iterator + pair
+                before = cute.arch.atomic_add(
+                    cute.recast_ptr(counter, dtype=Int32), Int32(1), sem="acq_rel", scope="gpu"
+                )
+                sFlag[0] = before
             cute.arch.barrier()
-            to_go -= 1
-            if sFlag[0] == count - 1:
-                self.add_up(mO, mLse, mScratch, tid, source, count, target, to_go == 0, b, head_q, rows, seqlen_q)
+            if sFlag[0] == splits - 1:
+                cute.arch.fence_acq_rel_gpu()
+                self.add_splits(mO, mLse, mScratch, ring_ptr, sStats, tid, pair, splits, b, head_q, rows, seqlen_q)
                 if tid == 0:
-                    cute.make_tensor(address, cute.make_layout(1))[0] = Int32(0)
-                source, count, counter = pairs * splits + pair * bundles, bundles, pairs * bundles + pair
-            else:
-                to_go = Int32(0)
+                    cute.make_tensor(cute.recast_ptr(mScratch.iterator + pair, dtype=Int32), cute.make_layout(1))[0] = (
+                        Int32(0)
+                    )
 
     @cute.jit
-    def add_up(self, mO, mLse, mScratch, tid, source, count, target, last, b, head_q, rows, seqlen_q):
-        """Sum of `count` partial results, to the output or as another one; 16 and their weights are read at once."""
+    def partials(self, mScratch, pair, split, splits, rows):
+        """Addresses of a CTA's (log2 maximum, sum) pairs and outputs in the scratch buffer."""
+        c = self.config
+        start = mScratch.iterator.toint() + COUNTERS * 4
+        before = Int64(pair * splits + split) * rows
+        return start + before * (c.head_dim_v + 4) * 4 + Int64(rows) * c.head_dim_v * 4, start + before * (
+            c.head_dim_v + 4
+        ) * 4
+
+    @cute.jit
+    def add_splits(self, mO, mLse, mScratch, ring_ptr, sStats, tid, pair, splits, b, head_q, rows, seqlen_q):
+        """The last CTA of a (batch, kv head): weights of all splits by warps, a row each, then the outputs in order."""
         c = self.config
         vectors: cutlass.Constexpr = c.head_dim_v // 4
-        gStats, gPartial = self.partials(mScratch, source, rows)
-        gSumStats, gSum = self.partials(mScratch, target, rows)
+        lane, warp = tid % WARP, tid // WARP
+        sWeights = cute.make_tensor(
+            cute.recast_ptr(ring_ptr, dtype=Float32), cute.make_layout((splits, c.rows), stride=(1, splits))
+        )
+        gStats, gPartial = self.partials(mScratch, pair, 0, splits, rows)
         pitch = Int64(rows) * (c.head_dim_v + 4) * 4
+        for r in cutlass.range(warp, rows, c.warps, unroll=1):
+            top = -Float32.inf
+            for s in cutlass.range(lane, splits, WARP, unroll=1):
+                top = cute.arch.fmax(top, load_float(gStats + pitch * s + Int64(r) * 8))
+            for o in cutlass.range_constexpr(5):
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << o))
+            shift = top if top > -Float32.inf else Float32(0.0)
+            summed = Float32(0.0)
+            for s in cutlass.range(lane, splits, WARP, unroll=1):
+                weight = exp2(load_float(gStats + pitch * s + Int64(r) * 8) - shift)
+                sWeights[s, r] = weight
+                summed += weight * load_float(gStats + pitch * s + Int64(r) * 8 + 4)
+            for o in cutlass.range_constexpr(5):
+                summed += cute.arch.shuffle_sync_bfly(summed, offset=1 << o)
+            if lane == 0:
+                sStats[0, r, 0] = top
+                sStats[1, r, 0] = summed
+        cute.arch.barrier()
         acc = cute.make_rmem_tensor((4,), Float32)
         for item in cutlass.range(tid, rows * vectors, c.threads, unroll=1):
             r, column = item // vectors, item % vectors * 4
             acc.fill(0.0)
-            top, summed = -Float32.inf, Float32(0.0)
-            stats = gStats + Int64(r) * 8
-            values = gPartial + (Int64(r) * c.head_dim_v + column) * 4
-            for first in cutlass.range(0, count, AT_ONCE, unroll=1):
-                tops = cute.make_rmem_tensor((AT_ONCE,), Float32)
-                sums = cute.make_rmem_tensor((AT_ONCE,), Float32)
-                parts = cute.make_rmem_tensor((4, AT_ONCE), Float32)
-                for i in cutlass.range_constexpr(AT_ONCE):
-                    tops[i], sums[i] = load_pair_below(stats, first + i, count)
-                    part = load_vector_below(values, first + i, count)
-                    for e in cutlass.range_constexpr(4):
-                        parts[e, i] = part[e]
-                    stats, values = advance(stats, pitch), advance(values, pitch)
-                before = top
-                for i in cutlass.range_constexpr(AT_ONCE):
-                    top = cute.arch.fmax(top, tops[i])
-                shift = top if top > -Float32.inf else Float32(0.0)
-                factor = exp2(before - shift)
-                summed = summed * factor
+            source = gPartial + (Int64(r) * c.head_dim_v + column) * 4
+            for s in cutlass.range(0, splits, 1, unroll=4):
+                values = load_vector(source + pitch * s)
                 for e in cutlass.range_constexpr(4):
-                    acc[e] = acc[e] * factor
-                for i in cutlass.range_constexpr(AT_ONCE):
-                    weight = exp2(tops[i] - shift)
-                    summed += sums[i] * weight
-                    for e in cutlass.range_constexpr(4):
-                        acc[e] = acc[e] + parts[e, i] * weight
-            if last:
-                self.write(mO, mLse, acc, top, summed, b, head_q, r, column, seqlen_q)
-            else:
-                self.store(gSumStats, gSum, acc, top, summed, r, column)
+                    acc[e] = acc[e] + values[e] * sWeights[s, r]
+            self.write(mO, mLse, acc, sStats[0, r, 0], sStats[1, r, 0], b, head_q, r, column, seqlen_q)
 
     @cute.jit
     def write(self, mO, mLse, acc, top, summed, b, head_q, r, column, seqlen_q):
@@ -773,24 +741,15 @@ def load_byte_below(address, key, last):
     )
 
 
-def load_pair_below(address, index, count):
-    """The two floats at `address` where index < count, else what changes no maximum and no sum: nothing is read."""
-    return ptx(
-        "{ .reg .pred p; setp.lt.s32 p, {$r1}, {$r2}; mov.f32 {$w0}, 0fFF800000; mov.f32 {$w1}, 0f00000000;"
-        " @p ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}]; }",
-        write_only_types=[Float32] * 2,
-        read_only_args=[address, index, count],
-    )
+def load_float(address):
+    return ptx("ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
 
 
-def load_vector_below(address, index, count):
-    """The four floats at `address` where index < count, else zeros: nothing is read there."""
-    zeros = " ".join(f"mov.f32 {{$w{i}}}, 0f00000000;" for i in range(4))
+def load_vector(address):
     return ptx(
-        f"{{ .reg .pred p; setp.lt.s32 p, {{$r1}}, {{$r2}}; {zeros}"
-        " @p ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Float32] * 4,
-        read_only_args=[address, index, count],
+        read_only_args=[address],
     )
 
 
@@ -830,4 +789,4 @@ def build(config: DecodeConfig):
         host = kernel.masked_with_lse if c.lse else kernel.masked
     else:
         host = kernel.with_lse if c.lse else kernel.plain
-    return host, (q, k, v, *mask, out, *lse, scratch, Int32(1), Int32(1), Float32(1.0), Int32(0), stream)
+    return host, (q, k, v, *mask, out, *lse, scratch, Int32(1), Float32(1.0), Int32(0), stream)
