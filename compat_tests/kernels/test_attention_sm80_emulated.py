@@ -43,7 +43,7 @@ CASES: tuple[tuple[Any, ...], ...] = (
     (("sm_80", "bfloat16", 256, 256, "causal"), (1, 1, 1, 130, 130), "top_left", None, 1, {}),
     (("sm_86", "float16", 256, 256, "causal"), (1, 1, 1, 70, 90), "none", None, 1, {}),
     (("sm_80", "bfloat16", 128, 128, "mask"), (1, 2, 1, 160, 400), "tiles", None, 1, {}),
-    (("sm_90", "bfloat16", 64, 64, "mask"), (2, 2, 2, 150, 520), "tiles", None, 2, {}),
+    (("sm_90", "bfloat16", 64, 64, "mask"), (2, 1, 1, 150, 300), "tiles", None, 2, {}),
     (("sm_90", "float16", 64, 64, "mask"), (1, 2, 1, 140, 300), "keys", None, 1, {"slots": 3}),
     (("sm_80", "bfloat16", 256, 256, "mask"), (1, 1, 1, 130, 300), "tiles", None, 1, {}),
 )
@@ -82,7 +82,7 @@ def mask_of(kind: str, shape: tuple[int, int, int, int], generator: torch.Genera
     return seen
 
 
-RUNS = [(c, True) for c in CASES] + [(c, False) for c in (CASES[1], CASES[4], CASES[9], CASES[12])]
+RUNS = [(c, True) for c in CASES] + [(CASES[4], False)]
 
 
 @pytest.mark.parametrize(
