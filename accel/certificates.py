@@ -22,7 +22,7 @@ from typing import Any
 
 from . import settings
 from .outcome import Choice, Declined
-from .source_hash import kernels_folder, source_hash
+from .source_hash import device_files, kernels_folder, source_hash
 
 DSL = "nvidia-cutlass-dsl"
 FORMAT = 1
@@ -190,8 +190,7 @@ def _outdated(certificate: Certificate) -> str | None:
 
 
 def _exists(certificate: Certificate) -> bool:
-    folder = kernels_folder() / certificate.family
-    return certificate.kernel in {path.stem for path in folder.glob("*.py")}
+    return certificate.kernel in {path.stem for path in device_files(kernels_folder(), certificate.family)}
 
 
 def minor(version: str) -> str:

@@ -13,6 +13,7 @@ from accel.kernels.attention import decode as host
 from accel.kernels.attention.decode import decode
 from accel.kernels.attention.decode_cases import DECODE_CASES, LAYOUTS, MASKS, DecodeCase
 from accel.kernels.attention.decode_config import DecodeConfig
+from accel.kernels.runtime.capture import capture_id
 from accel.outcome import Decline
 
 pytestmark = pytest.mark.gpu
@@ -225,7 +226,7 @@ def test_a_capture_has_one_scratch_buffer() -> None:
         for _ in range(3):
             case.run(inputs)
             seen.add(host._captured[0, stream][1].data_ptr())
-        assert host._capture_id(stream) is not None
+        assert capture_id(stream) is not None
     assert len(seen) == 1 and host._eager == eager
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.tensors import needs_grad
 from . import launch
 from .facts import AttentionFacts, read
 from .plan import plan
@@ -76,8 +77,7 @@ def _eager(
     lse: bool,
     reuse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    facts = launch.facts_of(q, k, v, causal, window, lse, grad, mask)
+    facts = launch.facts_of(q, k, v, causal, window, lse, needs_grad(q, k, v), mask)
     config = launch.config_of(facts, q.device)
     return launch.run(config, q, k, v, mask=mask, causal=causal, window=window, scale=scale, reuse=reuse)
 

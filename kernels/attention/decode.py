@@ -5,10 +5,9 @@ Kept short on purpose: every token of every layer pays for each line of `decode`
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from accel.outcome import Decline
 
 from ..runtime import arch as archs
+from ..runtime.capture import capture_id
 from ..runtime.compile import Kernel, build_object, function
 from ..runtime.launch import sm_count
 from .decode_config import COUNTERS, DTYPES, HEAD_DIMS, DecodeConfig
@@ -162,7 +162,7 @@ def _zeroed(index: int, floats: int) -> Tensor:
 
 
 def _capture_scratch(index: int, stream: int, needed: int) -> Tensor:
-    capture = _capture_id(stream)
+    capture = capture_id(stream)
     held = _captured.get((index, stream))
     if capture is not None and held is not None and held[0] == capture and held[1].numel() >= needed:
         return held[1]
@@ -172,27 +172,9 @@ def _capture_scratch(index: int, stream: int, needed: int) -> Tensor:
     return buffer
 
 
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo
-
-
-def _capture_id(stream: int) -> int | None:
-    """A number that no two captures of a process share; None where the driver does not tell."""
-    try:
-        ask = _driver()
-    except (OSError, AttributeError):
-        return None
-    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
-    failed = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number))
-    return None if failed or status.value != 1 else number.value
-
-
 def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, thunk that compiles into the disk cache) for all head dims and masks, on a target's archs."""
-    for arch in archs.known_archs():
-        if archs.compile_target(arch) != target:
-            continue
+    for arch in archs.archs_of(target):
         for dtype in DTYPES:
             for head_dim, head_dim_v in HEAD_DIMS:
                 for mask, rows in (("none", 16), ("keys", 16), ("rows", 16), ("none", 32)):

@@ -40,9 +40,8 @@ def beyond(facts: AttentionFacts, rows: int) -> str | None:
         return f"head_dim={facts.head_dim}: the decode kernel has {sizes}"
     if rows > ROWS[-1]:
         return f"seqlen_q={facts.seqlen_q} of {facts.group} q heads a kv head are {rows} rows > {ROWS[-1]}"
-    for name, layout in (("q", facts.q_layout), ("k", facts.k_layout), ("v", facts.v_layout)):
-        if layout != "aligned":
-            return f"the rows of {name} do not all start at multiples of 16 bytes"
+    if facts.unaligned is not None:
+        return f"the rows of {facts.unaligned} do not all start at multiples of 16 bytes"
     if facts.seqlen_k >= MAX_SEQLEN_K:
         return f"seqlen_k={facts.seqlen_k} >= {MAX_SEQLEN_K}"
     return None

@@ -50,6 +50,12 @@ class AttentionFacts:
         """q heads per kv head."""
         return self.heads_q // self.heads_kv
 
+    @property
+    def unaligned(self) -> str | None:
+        """The first of q, k and v whose rows do not all start at multiples of 16 bytes."""
+        layouts = (("q", self.q_layout), ("k", self.k_layout), ("v", self.v_layout))
+        return next((name for name, layout in layouts if layout != "aligned"), None)
+
 
 _facts = interned(AttentionFacts)
 

@@ -199,9 +199,7 @@ def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, thunk that compiles into the disk cache) for the head dims of current models, on the archs of a target."""
     yield from decoding.builds(target)
     yield masks.KERNEL, partial(build_object, Kernel(FAMILY, masks.KERNEL, ClassifyConfig()), target)
-    for arch in archs.known_archs():
-        if archs.compile_target(arch) != target:
-            continue
+    for arch in archs.archs_of(target):
         for dtype in DTYPES:
             for head_dim, head_dim_v in ((64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
                 for kind in ("full", "causal", "mask") if arch == "sm_90" else ("causal", "mask"):

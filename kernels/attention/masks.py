@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from ..runtime import arch as archs
+from ..runtime.capture import capture_id
 from ..runtime.compile import Kernel, function
-from . import decode
 from .mask_config import BLOCK, CHUNK, TILE, ClassifyConfig
 
 FAMILY, KERNEL = "attention", "any_classify"
@@ -121,7 +121,7 @@ def _place(index: int) -> tuple[int | None, int]:
     stream = torch._C._cuda_getCurrentRawStream(index)
     if not torch._C._cuda_isCurrentStreamCapturing():
         return 0, stream
-    return decode._capture_id(stream), stream
+    return capture_id(stream), stream
 
 
 def _classified(mask: Tensor, batch: int, heads_q: int, seqlen_q: int, offset: int, left: int, right: int) -> Lists:

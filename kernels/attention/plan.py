@@ -80,9 +80,8 @@ def beyond_sm90(facts: AttentionFacts) -> str | None:
     """What the family takes and the sm_90 kernel does not."""
     if facts.varlen and facts.mask != "none":
         return f"a mask ({facts.mask}) over packed sequences"
-    for name, layout in (("q", facts.q_layout), ("k", facts.k_layout), ("v", facts.v_layout)):
-        if layout != "aligned":
-            return f"the rows of {name} do not all start at multiples of 16 bytes, as TMA needs"
+    if facts.unaligned is not None:
+        return f"the rows of {facts.unaligned} do not all start at multiples of 16 bytes, as TMA needs"
     if max(facts.seqlen_q, facts.seqlen_k) >= 2**30:
         return f"seqlen_q={facts.seqlen_q}, seqlen_k={facts.seqlen_k}: lengths must stay below 2**30"
     return None
@@ -92,9 +91,8 @@ def beyond_sm80(facts: AttentionFacts) -> str | None:
     """What the family takes and the kernel of the other archs does not."""
     if facts.varlen:
         return "packed sequences: the sm80 kernel has none"
-    for name, layout in (("q", facts.q_layout), ("k", facts.k_layout), ("v", facts.v_layout)):
-        if layout != "aligned":
-            return f"the rows of {name} do not all start at multiples of 16 bytes"
+    if facts.unaligned is not None:
+        return f"the rows of {facts.unaligned} do not all start at multiples of 16 bytes"
     if max(facts.seqlen_q, facts.seqlen_k) >= 2**29:
         return f"seqlen_q={facts.seqlen_q}, seqlen_k={facts.seqlen_k}: lengths must stay below 2**29"
     return None

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..runtime import arch as archs
+from .config import DTYPES, padded
 from .mask_config import BLOCK, TILE
 
-DTYPES = ("bfloat16", "float16")
 #: What a query sees. "causal": keys up to a bound that moves with it, all of them where the bound is far. "window":
 #: keys between two such bounds. "mask": what the lists of a classified mask say, see any_classify.py.
 KINDS = ("causal", "window", "mask")
@@ -96,10 +96,6 @@ class Sm80Config:
     def smem_bytes(self) -> int:
         """q, whose place the output takes, and the slots."""
         return self.q_bytes + self.slots * self.slot_bytes
-
-
-def padded(size: int) -> int:
-    return -(-size // 16) * 16
 
 
 @lru_cache(maxsize=1024)

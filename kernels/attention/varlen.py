@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accel.outcome import Decline
 
+from ..runtime.tensors import needs_grad
 from . import launch
 from .config import FwdConfig
 from .facts import AttentionFacts, read
@@ -120,8 +121,7 @@ def _eager(
     scale: float | None,
     lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    facts = facts_of(q, k, v, len(cu_q) - 1, max_q, max_k, causal, window, lse, grad)
+    facts = facts_of(q, k, v, len(cu_q) - 1, max_q, max_k, causal, window, lse, needs_grad(q, k, v))
     config = launch.config_of(facts, q.device)
     assert isinstance(config, FwdConfig)
     return forward(config, q, k, v, cu_q, cu_k, used_q, used_k, causal=causal, window=window, scale=scale)

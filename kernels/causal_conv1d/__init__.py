@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accel.outcome import Decline
 
+from ..runtime.tensors import needs_grad
 from . import launch, portable
 from .config import ACTIVATIONS
 
@@ -54,7 +55,7 @@ def causal_conv1d(
         sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         _check_state("initial_state", initial_state, sequences, x, weight)
-    if x.is_cuda and not torch.compiler.is_compiling() and not _needs_grad(x, weight, bias, initial_state):
+    if x.is_cuda and not torch.compiler.is_compiling() and not needs_grad(x, weight, bias, initial_state):
         try:
             return launch.forward(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens)
         except Decline:
@@ -96,7 +97,3 @@ def _check_state(name: str, state: Tensor, sequences: int, x: Tensor, weight: Te
     if state.dim() != 3 or list(state.shape[:2]) != [sequences, x.shape[2]] or state.shape[2] < least:
         got = list(state.shape)
         raise ValueError(f"{name} must be [{sequences}, {x.shape[2]}, at least {least}], got {got}")
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

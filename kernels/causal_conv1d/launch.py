@@ -14,12 +14,11 @@ from accel.outcome import Decline, Declined
 
 from ..runtime import arch as archs
 from ..runtime.compile import Kernel, build_object, function
+from ..runtime.tensors import INDEX_NAMES, aligned, aligned_rows, dtype_name
 from .config import ConvConfig, UpdateConfig
 from .facts import ConvFacts
-from .plan import FAMILY, FORWARD, UPDATE, overlaps, plan
+from .plan import FAMILY, FORWARD, UPDATE, plan
 
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_INDICES = {torch.int32: "int32", torch.int64: "int64"}
 _loaded: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
@@ -49,9 +48,9 @@ def forward(
     if out.numel() == 0:
         return out, final
     launch(
-        _reachable(x),
-        _aligned(weight),
-        out if bias is None else _aligned(bias),
+        aligned_rows(x),
+        aligned(weight),
+        out if bias is None else aligned(bias),
         out if initial_state is None else initial_state,
         out if final is None else final,
         out if cu_seqlens is None else cu_seqlens,
@@ -91,22 +90,23 @@ def _load_forward(
     arch = archs.dispatch_arch(x.device)
     facts = ConvFacts(
         mode="forward",
-        dtype=_name(x),
-        weight_dtype=_name(weight),
+        dtype=dtype_name(x),
+        weight_dtype=dtype_name(weight),
         n_channels=x.shape[2],
         width=weight.shape[1],
         activation=activation,
-        state_dtype=None if initial is None else _name(initial),
+        state_dtype=None if initial is None else dtype_name(initial),
         state_len=0 if initial is None else initial.shape[2],
         device_type=x.device.type,
     )
     _require(facts, arch, FORWARD)
     _same(x, weight=weight, bias=bias, initial_state=initial)
-    if cu_seqlens is not None and (cu_seqlens.dtype not in _INDICES or cu_seqlens.get_device() != x.get_device()):
+    if cu_seqlens is not None and (cu_seqlens.dtype not in INDEX_NAMES or cu_seqlens.get_device() != x.get_device()):
         raise Decline(f"cu_seqlens is {cu_seqlens.dtype} on {cu_seqlens.device}, x is on {x.device}")
-    packed = None if cu_seqlens is None else _INDICES[cu_seqlens.dtype]
+    packed = None if cu_seqlens is None else INDEX_NAMES[cu_seqlens.dtype]
     config = ConvConfig(
-        _name(x), weight.shape[1], bias is not None, activation, initial is not None, final, packed, overlaps(arch)
+        dtype_name(x), weight.shape[1], bias is not None, activation, initial is not None, final, packed,
+        archs.overlaps(arch),
     )  # fmt: skip
     return function(Kernel(FAMILY, FORWARD, config), archs.compile_target(arch))
 
@@ -117,19 +117,19 @@ def _load_update(
     arch = archs.dispatch_arch(x.device)
     facts = ConvFacts(
         mode="update",
-        dtype=_name(x),
-        weight_dtype=_name(weight),
+        dtype=dtype_name(x),
+        weight_dtype=dtype_name(weight),
         n_channels=x.shape[1],
         width=weight.shape[1],
         activation=activation,
-        state_dtype=_name(state),
+        state_dtype=dtype_name(state),
         state_len=state.shape[2],
         device_type=x.device.type,
     )
     _require(facts, arch, UPDATE)
     _same(x, weight=weight, bias=bias, state=state)
     config = UpdateConfig(
-        _name(x), weight.shape[1], bias is not None, activation, state.shape[2], overlaps(arch)
+        dtype_name(x), weight.shape[1], bias is not None, activation, state.shape[2], archs.overlaps(arch)
     )  # fmt: skip
     return function(Kernel(FAMILY, UPDATE, config), archs.compile_target(arch))
 
@@ -159,32 +159,14 @@ def _start(x: Tensor, width: int, initial: Tensor | None, cu_seqlens: Tensor | N
     )
 
 
-def _name(t: Tensor) -> str:
-    return _NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
-
-
-def _reachable(x: Tensor) -> Tensor:
-    """x as it is where channels lie next to each other and tokens start at multiples of 16 bytes, else a copy."""
-    batch, token, channel = x.stride()
-    mask = 16 // x.element_size() - 1
-    fits = channel == 1 and (x.shape[0] == 1 or not batch & mask) and (x.shape[1] == 1 or not token & mask)
-    return x if fits and x.data_ptr() & 15 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _aligned(t: Tensor) -> Tensor:
-    return t if t.is_contiguous() and t.data_ptr() & 15 == 0 else t.clone(memory_format=torch.contiguous_format)
-
-
 def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, thunk that compiles into the disk cache) for bf16 and fp16, four taps, on the archs a target serves."""
-    for arch in archs.known_archs():
-        if archs.compile_target(arch) != target:
-            continue
+    for arch in archs.archs_of(target):
         for dtype in ("bfloat16", "float16"):
             for bias in (False, True):
                 for activation in (None, "silu"):
                     spoken = f"{dtype}{', bias' if bias else ''}, {activation or 'no activation'} ({arch})"
-                    fwd = ConvConfig(dtype, 4, bias, activation, False, False, None, overlaps(arch))
+                    fwd = ConvConfig(dtype, 4, bias, activation, False, False, None, archs.overlaps(arch))
                     yield f"{FORWARD} {spoken}", partial(build_object, Kernel(FAMILY, FORWARD, fwd), target)
-                    new = UpdateConfig(dtype, 4, bias, activation, 4, overlaps(arch))
+                    new = UpdateConfig(dtype, 4, bias, activation, 4, archs.overlaps(arch))
                     yield f"{UPDATE} {spoken}", partial(build_object, Kernel(FAMILY, UPDATE, new), target)

@@ -55,8 +55,3 @@ def unsupported(facts: ConvFacts) -> str | None:
     if facts.mode == "update" and facts.state_len > MAX_STATE:
         return f"state_len={facts.state_len} > {MAX_STATE}"
     return None
-
-
-def overlaps(arch: str) -> bool:
-    """Programmatic dependent launch exists from sm_90 on."""
-    return arch not in ("sm_80", "sm_86", "sm_89")

@@ -16,13 +16,12 @@ from accel.outcome import Decline, Declined
 
 from ..runtime import arch as archs
 from ..runtime.compile import Kernel, build_object, function
+from ..runtime.tensors import INDEX_NAMES, NAMES, aligned_rows, dtype_name, reachable
 from .config import COLUMNS, HEAD_DIMS, VECTOR, RecurrentConfig
 from .facts import GatedDeltaRuleFacts
-from .plan import FAMILY, RECURRENT, overlaps, plan
+from .plan import FAMILY, RECURRENT, plan
 
 MANY = 2048  #: warps of a launch from which CTAs have four of them; below, one, so that every SM gets some
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_INDICES = {torch.int32: "int32", torch.int64: "int64"}
 _loaded: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
@@ -87,7 +86,7 @@ def recurrent(
     if (
         start is not None
         and not (start.is_contiguous() and start.data_ptr() & 15 == 0)
-        and not _reachable(start, VECTOR - 1)
+        and not reachable(start, VECTOR)
     ):
         if in_place:
             raise Decline(f"the state's rows are not aligned: strides {start.stride()}, at {start.data_ptr() & 15}")
@@ -95,9 +94,9 @@ def recurrent(
     if in_place:
         final = start
     launch(
-        _rows(q),
-        _rows(k),
-        _rows(v),
+        aligned_rows(q),
+        aligned_rows(k),
+        aligned_rows(v),
         out if g is None else g,
         out if beta is None else beta,
         out if A_log is None else _flat(A_log),
@@ -135,8 +134,8 @@ def config_of(
     arch = archs.dispatch_arch(q.device)
     facts = GatedDeltaRuleFacts(
         mode="recurrent",
-        dtype=_name(q),
-        v_dtype=_name(v),
+        dtype=dtype_name(q),
+        v_dtype=dtype_name(v),
         n_heads=q.shape[2],
         n_value_heads=v.shape[2],
         head_dim=q.shape[3],
@@ -154,14 +153,14 @@ def config_of(
         raise Decline(f"q is {q.dtype}, k is {k.dtype}")
     names: dict[str, str | None] = {}
     for name, tensor, known in (
-        ("g", g, _NAMES),
-        ("beta", beta, _NAMES),
-        ("A_log", A_log, _NAMES),
-        ("dt_bias", dt_bias, _NAMES),
-        ("initial_state", initial, _NAMES),
-        ("final_state", final, _NAMES),
-        ("indices", indices, _INDICES),
-        ("cu_seqlens", cu_seqlens, _INDICES),
+        ("g", g, NAMES),
+        ("beta", beta, NAMES),
+        ("A_log", A_log, NAMES),
+        ("dt_bias", dt_bias, NAMES),
+        ("initial_state", initial, NAMES),
+        ("final_state", final, NAMES),
+        ("indices", indices, INDEX_NAMES),
+        ("cu_seqlens", cu_seqlens, INDEX_NAMES),
     ):
         if tensor is not None and tensor.dtype not in known:
             raise Decline(f"{name} is {tensor.dtype}: the recurrent kernel takes {', '.join(known.values())}")
@@ -170,8 +169,8 @@ def config_of(
         names[name] = None if tensor is None else known[tensor.dtype]
     return RecurrentConfig(
         head_dim=q.shape[3],
-        dtype=_name(q),
-        v_dtype=_name(v),
+        dtype=dtype_name(q),
+        v_dtype=dtype_name(v),
         g_dtype=names["g"],
         beta_dtype=names["beta"],
         a_dtype=names["A_log"],
@@ -185,7 +184,7 @@ def config_of(
         packed=names["cu_seqlens"],
         single=single,
         warps=4 if many else 1,
-        overlap=overlaps(arch),
+        overlap=archs.overlaps(arch),
     )
 
 
@@ -199,24 +198,6 @@ def _nothing(out: Tensor, initial: Tensor | None, final: Tensor | None) -> tuple
     return out.zero_(), final
 
 
-def _name(t: Tensor) -> str:
-    return _NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
-
-
-def _rows(t: Tensor) -> Tensor:
-    """The tensor as it is where every row starts at a multiple of 16 bytes, else a copy."""
-    if t.data_ptr() & 15 == 0 and (t.is_contiguous() or _reachable(t, 16 // t.element_size() - 1)):
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
-
-
-def _reachable(t: Tensor, mask: int) -> bool:
-    """Contiguous in the last dimension, all other strides multiples of mask + 1 elements, and so the start."""
-    if t.stride(-1) != 1 or t.data_ptr() & ((mask + 1) * t.element_size() - 1):
-        return False
-    return all(n == 1 or not s & mask for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
-
-
 def _flat(t: Tensor) -> Tensor:
     return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1).contiguous()
 
@@ -226,9 +207,7 @@ def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
     Other dtypes and options compile on first use, in under a second.
     """
-    for arch in archs.known_archs():
-        if archs.compile_target(arch) != target:
-            continue
+    for arch in archs.archs_of(target):
         for config in common_configs(arch):
             layer = "raw gates, state [V, K]" if config.v_first else "log decays, state [K, V]"
             name = f"{RECURRENT} K={config.head_dim}, {layer}, {'one token' if config.single else 'more'},"
@@ -247,5 +226,5 @@ def common_configs(arch: str) -> Iterator[RecurrentConfig]:
                 for v_first, scalars in ((True, raw), (False, activated)):
                     yield RecurrentConfig(
                         head_dim, "bfloat16", "bfloat16", *scalars, "float32", "float32", v_first, True,
-                        "sigmoid" if v_first else "plain", None, None, single, warps, overlaps(arch),
+                        "sigmoid" if v_first else "plain", None, None, single, warps, archs.overlaps(arch),
                     )  # fmt: skip

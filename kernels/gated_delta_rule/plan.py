@@ -50,8 +50,3 @@ def not_recurrent(facts: GatedDeltaRuleFacts) -> str | None:
     if facts.use_gate and not facts.has_g:
         return "a gate without g"
     return None
-
-
-def overlaps(arch: str) -> bool:
-    """Programmatic dependent launch exists from sm_90 on."""
-    return arch not in ("sm_80", "sm_86", "sm_89")

@@ -8,6 +8,7 @@ from torch import Tensor
 from accel.outcome import Decline
 
 from ..linear_attention import inputs
+from ..runtime.tensors import needs_grad
 from . import launch, portable
 
 
@@ -45,7 +46,7 @@ def recurrent_gated_delta_rule(
     """
     if v.is_cuda and gk is None and gv is None and not torch.compiler.is_compiling():
         tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
-        if (beta is None or beta.dim() == 3) and not _needs_grad(*tensors):
+        if (beta is None or beta.dim() == 3) and not needs_grad(*tensors):
             _check(q, k, v, g, beta, initial_state, use_gate, A_log, dt_bias, state_v_first, cu_seqlens)
             inputs.check_beta_options(use_beta_sigmoid, allow_neg_eigval)
             try:
@@ -162,7 +163,3 @@ def _check(
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is not None and (x.numel() != v.shape[2] or not x.is_floating_point()):
             raise ValueError(f"{name} must have {v.shape[2]} floating-point values, got {list(x.shape)} {x.dtype}")
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

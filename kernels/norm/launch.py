@@ -18,14 +18,13 @@ from accel.outcome import Choice, Decline, Declined
 from ..runtime import arch as archs
 from ..runtime.compile import Kernel, build_object, function
 from ..runtime.launch import collapse_rows, sm_count
+from ..runtime.tensors import ALIGNMENT, NAMES, aligned, dtype_name
 from .config import FORMS, BwdConfig
 from .facts import NormFacts
 from .plan import NormConfigs, plan
 
 COPY = 3  #: row_levels of a layout that has to be copied first
-_ALIGNMENT = 16  #: bytes; every access of a kernel is that wide
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_OUT = {name: dtype for dtype, name in _NAMES.items()}
+_OUT = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,6 @@ def facts_of(
     )
 
 
-def dtype_name(t: Tensor) -> str:
-    return _NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
-
-
 def row_levels(x: Tensor, gate: Tensor | None) -> int:
     """Strides that reach every row of x and the gate: 1, 2, or 3 where they have to be copied first."""
     if x.is_contiguous() and (gate is None or gate.is_contiguous()):
@@ -78,14 +73,14 @@ def row_levels(x: Tensor, gate: Tensor | None) -> int:
 
 
 def _offset_aligned(t: Tensor) -> bool:
-    return t.storage_offset() * t.element_size() % _ALIGNMENT == 0
+    return t.storage_offset() * t.element_size() % ALIGNMENT == 0
 
 
 def _reachable(t: Tensor) -> bool:
     """The last dimension is contiguous and every row starts on a 16-byte boundary, as far as metadata tells."""
     if t.stride(-1) != 1 or not _offset_aligned(t):
         return False
-    per = _ALIGNMENT // t.element_size()
+    per = ALIGNMENT // t.element_size()
     return all(s % per == 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1)
 
 
@@ -138,7 +133,7 @@ def forward(loaded: Loaded, levels: int, x: Tensor, weight: Tensor, gate: Tensor
         out = torch.empty(x.shape, dtype=loaded.out_dtype, device=x.device)
     if out.numel() == 0:
         return out
-    weight = flat_weight(weight)
+    weight = aligned(weight)
     if gate is None:
         x, rows = _views(levels, x, out)
         loaded.forward(x, weight, rows, eps)
@@ -164,7 +159,7 @@ def backward(
     ctas = min(groups, sm_count(x.device.index) * config.ctas_per_sm)
     partial = torch.empty((ctas, hidden), dtype=torch.float32, device=x.device)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    weight = flat_weight(weight)
+    weight = aligned(weight)
     dy = fitting(dy, x, gate, levels)
     if gate is None:
         rows = _views(levels, x, dy, dx)
@@ -175,15 +170,9 @@ def backward(
     return dx, dweight, dgate
 
 
-def flat_weight(weight: Tensor) -> Tensor:
-    if weight.is_contiguous() and weight.data_ptr() % _ALIGNMENT == 0:
-        return weight
-    return weight.clone(memory_format=torch.contiguous_format)
-
-
 def fitting(dy: Tensor, x: Tensor, gate: Tensor | None, levels: int) -> Tensor:
     """dy as it is where the row levels chosen for x and the gate reach its rows too, else a contiguous copy."""
-    if dy.is_contiguous() and dy.data_ptr() % _ALIGNMENT == 0:
+    if dy.is_contiguous() and dy.data_ptr() % ALIGNMENT == 0:
         return dy
     if levels < COPY and _reachable(dy):
         tensors = (x, dy) if gate is None else (x, gate, dy)
@@ -235,7 +224,7 @@ def _two_level(t: Tensor, outer: int, inner: int, hidden: int) -> Tensor:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    return t if t.data_ptr() % _ALIGNMENT == 0 else t.clone(memory_format=torch.contiguous_format)
+    return t if t.data_ptr() % ALIGNMENT == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -244,15 +233,14 @@ def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
     Every hidden size has kernels of its own, so this is a list of sizes, not all that plan() can choose: the sizes of
     current models, bf16, one and two row levels. Others compile on first use, in one to three seconds.
     """
-    for arch in archs.known_archs():
-        if archs.compile_target(arch) == target:
-            for facts in _common_facts():
-                choice = plan(facts, arch)
-                if isinstance(choice, Choice) and isinstance(choice.config, NormConfigs):
-                    for module, config in (("any_fwd", choice.config.forward), ("any_bwd", choice.config.backward)):
-                        if config is not None:
-                            kernel = Kernel("norm", module, config)
-                            yield f"{module} {_spoken(facts)}", partial(build_object, kernel, target)
+    for arch in archs.archs_of(target):
+        for facts in _common_facts():
+            choice = plan(facts, arch)
+            if isinstance(choice, Choice) and isinstance(choice.config, NormConfigs):
+                for module, config in (("any_fwd", choice.config.forward), ("any_bwd", choice.config.backward)):
+                    if config is not None:
+                        kernel = Kernel("norm", module, config)
+                        yield f"{module} {_spoken(facts)}", partial(build_object, kernel, target)
 
 
 def _common_facts() -> Iterator[NormFacts]:

@@ -100,7 +100,7 @@ def forward_config(key: _Key, arch: str) -> FwdConfig:
     vectors 3-4% faster at hidden 2048 to 8192, and 2% for the gated norm of 262144 x 128.
     """
     tpr = threads_per_row(_vectors(key), wanted=2 if key[4] is None else 1)
-    return FwdConfig(*key, tpr, max(1, 128 // tpr), overlaps(arch))
+    return FwdConfig(*key, tpr, max(1, 128 // tpr), archs.overlaps(arch))
 
 
 def backward_config(key: _Key, arch: str) -> BwdConfig | None:
@@ -121,10 +121,10 @@ def backward_config(key: _Key, arch: str) -> BwdConfig | None:
             if tpr * rows % WARP:
                 continue
             for stages in (3, 2):
-                config = BwdConfig(*key, tpr, rows, overlaps(arch), stages=stages)
+                config = BwdConfig(*key, tpr, rows, archs.overlaps(arch), stages=stages)
                 if config.ring_bytes <= ring and config.smem_bytes <= limits.smem_per_cta:
                     return _with_registers(config, arch)
-    config = BwdConfig(*key, tpr, max(1, WARP // tpr), overlaps(arch), stages=1)
+    config = BwdConfig(*key, tpr, max(1, WARP // tpr), archs.overlaps(arch), stages=1)
     return _with_registers(config, arch) if config.smem_bytes <= limits.smem_per_cta else None
 
 
@@ -135,11 +135,6 @@ def _with_registers(config: BwdConfig, arch: str) -> BwdConfig:
     tight = config.threads > 256 and arch not in ("sm_80", "sm_86", "sm_89", "sm_90")
     crowded = many and (config.gated or config.dtype == "float32" or config.threads_per_row > 256 or tight)
     return replace(config, reload_weight=True) if crowded else config
-
-
-def overlaps(arch: str) -> bool:
-    """Programmatic dependent launch exists from sm_90 on."""
-    return arch not in ("sm_80", "sm_86", "sm_89")
 
 
 def _vectors(key: _Key) -> int:

@@ -53,6 +53,16 @@ def known_archs() -> tuple[str, ...]:
     return tuple(_LIMITS)
 
 
+def archs_of(target: str) -> tuple[str, ...]:
+    """The dispatch archs whose kernels are built for a compile target."""
+    return tuple(arch for arch in _LIMITS if compile_target(arch) == target)
+
+
+def overlaps(arch: str) -> bool:
+    """Programmatic dependent launch exists from sm_90 on."""
+    return arch not in ("sm_80", "sm_86", "sm_89")
+
+
 @cache
 def cuda_arch(index: int) -> str:
     """The dispatch arch of a CUDA device by index, e.g. "sm_90"."""

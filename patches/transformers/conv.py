@@ -68,6 +68,12 @@ def upstream(case: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.T
     return run
 
 
+def _no_packing(keywords: dict[str, Any]) -> None:
+    for name in ("cu_seqlens", "seq_idx"):
+        if keywords.get(name) is not None:
+            raise Decline(f"{name}: without causal_conv1d, transformers refuses packed sequences")
+
+
 class _Adapter:
     """What the two functions share."""
 
@@ -141,9 +147,7 @@ class CausalConv1d(_Adapter):
         **kwargs: Any,
     ) -> tuple[ConvFacts, torch.device]:
         """Further keywords are dropped, as upstream's decorator does; packed sequences it refuses."""
-        for name in ("cu_seqlens", "seq_idx"):
-            if kwargs.get(name) is not None:
-                raise Decline(f"{name}: without causal_conv1d, transformers refuses packed sequences")
+        _no_packing(kwargs)
         return self.check(hidden_states, weight, bias, activation, None)
 
     def run(
@@ -173,9 +177,7 @@ class CausalConv1dUpdate(_Adapter):
         activation: str | None = None,
         **kwargs: Any,
     ) -> tuple[ConvFacts, torch.device]:
-        for name in ("cu_seqlens", "seq_idx"):
-            if kwargs.get(name) is not None:
-                raise Decline(f"{name}: without causal_conv1d, transformers refuses packed sequences")
+        _no_packing(kwargs)
         if not isinstance(conv_state, torch.Tensor) or conv_state.dim() != 3:
             raise Decline("conv_state is no [B, C, S] tensor")
         return self.check(hidden_states, weight, bias, activation, conv_state)
