@@ -80,6 +80,20 @@ def accuracy(ours: Tensor, theirs: Tensor, oracle: Tensor) -> Accuracy:
     )
 
 
+def assert_accurate(what: str, ours: Tensor, theirs: Tensor, oracle: Tensor) -> None:
+    """Raise AssertionError unless `accuracy` holds and `ours` is infinite exactly where the oracle is, and nowhere NaN.
+
+    Theirs must be finite wherever the oracle is: it is the yardstick.
+    """
+    if bool(ours.isnan().any()) or not torch.equal(ours.isinf(), oracle.isinf().to(ours.device)):
+        raise AssertionError(f"{what}: NaN, or infinite where the oracle is not or the other way round")
+    if theirs.shape == oracle.shape and not bool(theirs[oracle.isfinite()].isfinite().all()):
+        raise AssertionError(f"{what}: upstream's result is not finite where the oracle is, and no yardstick")
+    verdict = accuracy(ours, theirs, oracle)
+    if not verdict.ok:
+        raise AssertionError(f"{what}: {verdict.reason}")
+
+
 class InDouble(TorchFunctionMode):
     """Upstream's casts to fp32 are casts to fp64 instead: given fp64 inputs, its own code is the oracle."""
 

@@ -27,7 +27,7 @@ for part in ${*:-gemm tests bench}; do
     gemm)
       timeout 60 python3 -m pytest -q --maxfail=4 -m gpu compat_tests/kernels/test_blocks_gpu.py 2>&1 | tail -25
       timeout 60 python3 benchmarks/ops/blocks.py --out "$(dirname "$out")/blocks.jsonl" ;;
-    tests) timeout 120 python3 -m pytest -q --maxfail=12 -m gpu compat_tests/kernels/test_attention_gpu.py 2>&1 | tail -60 ;;
+    tests) timeout 200 python3 -m pytest -q --maxfail=12 -m gpu compat_tests/kernels/test_attention_gpu.py 2>&1 | tail -60 ;;
     robust) timeout 240 python3 -m pytest -q --maxfail=6 --tb=short -m gpu compat_tests/kernels/test_attention_robust_gpu.py 2>&1 | tail -60 ;;
     bench) timeout 240 python3 -W ignore benchmarks/ops/attention.py --out "$out" ;;
     masks) timeout 240 python3 -W ignore benchmarks/ops/attention_masks.py --out "$out" ;;

@@ -18,7 +18,7 @@ from torch import Tensor
 import accel.patches
 from accel import certificates, certifying, source_hash
 from accel.outcome import Choice, Declined
-from accel.testing import accuracy
+from accel.testing import accuracy, assert_accurate
 
 # --- The accuracy rule -----------------------------------------------------------------------------------------
 
@@ -92,6 +92,24 @@ def test_accuracy_of_half_precision_rounding() -> None:
     assert accuracy(rounded, rounded, oracle).ok
     assert not accuracy(rounded.mul(1 + 2**-7), rounded, oracle).ok
     assert accuracy(oracle.float(), rounded.float(), oracle).ok
+
+
+def test_accurate_means_infinite_where_the_oracle_is_too() -> None:
+    oracle = torch.tensor([1.0, -torch.inf, 2.0], dtype=torch.float64)
+    good = oracle.float()
+    assert_accurate("lse", good, good, oracle)
+    for at, value in ((0, torch.nan), (1, torch.nan), (1, 0.0), (2, torch.inf)):
+        bad = good.clone()
+        bad[at] = value
+        with pytest.raises(AssertionError, match="lse: NaN, or infinite"):
+            assert_accurate("lse", bad, good, oracle)
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(AssertionError, match="no yardstick"):
+            assert_accurate("lse", good, torch.tensor([1.0, -torch.inf, value]), oracle)
+    with pytest.raises(AssertionError, match="lse: relative error"):
+        assert_accurate("lse", good + 1e-3, good, oracle)
+    with pytest.raises(AssertionError, match="upstream's"):
+        assert_accurate("lse", good, good[:2], oracle)
 
 
 # --- A made-up family: y = x * w, with its gradients -----------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from accel.kernels.attention import attention, attention_varlen
 from accel.kernels.attention.varlen_cases import VARLEN_CASES, VarlenCase
-from accel.testing import accuracy
+from accel.testing import assert_accurate
 
 pytestmark = pytest.mark.gpu
 
@@ -19,9 +19,7 @@ def verify(case: VarlenCase, seed: int = 0) -> None:
     inputs = case.make("cuda", torch.Generator().manual_seed(seed))
     got, upstream, oracle = case.run(inputs), case.portable(inputs), case.oracle(inputs)
     for name, exact in oracle.items():
-        verdict = accuracy(got[name], upstream[name].to(got[name].dtype), exact)
-        assert verdict.ok, f"{case.name} {name}: {verdict.reason}"
-        assert torch.equal(torch.isinf(got[name]), torch.isinf(exact)), f"{case.name} {name}"
+        assert_accurate(f"{case.name} {name}", got[name], upstream[name].to(got[name].dtype), exact)
 
 
 @pytest.mark.parametrize("case", VARLEN_CASES, ids=lambda case: case.name)

@@ -13,16 +13,7 @@ from accel.kernels.causal_conv1d.cases import BF16, CASES, FP16, FP32, Case, por
 from accel.outcome import Decline
 from accel.testing import accuracy
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Uninitialised memory is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 
 def make(case: Case, seed: int = 0) -> dict[str, Any]:

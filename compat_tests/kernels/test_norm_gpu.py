@@ -14,19 +14,9 @@ from accel.kernels.norm import rms_norm
 from accel.kernels.norm.cases import CASES, Case, portable
 from accel.kernels.runtime import compile as runtime
 from accel.outcome import Decline
+from accel.testing import accuracy
 
-pytestmark = pytest.mark.gpu
-
-NORM_RATIO, MAX_RATIO, FLOOR = 1.25, 2.0, 1e-6
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Uninitialised memory is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 
 def make(case: Case, seed: int = 0) -> dict[str, Any]:
@@ -43,27 +33,13 @@ def portable_forward(case: Case, t: dict[str, Any]) -> torch.Tensor:
     return plain.rms_norm_gated(t["x"], t["gate"], t["weight"], case.eps, case.activation, case.form)
 
 
-def check(what: str, got: torch.Tensor, upstream: torch.Tensor, oracle: torch.Tensor) -> None:
-    assert got.dtype == upstream.dtype and got.shape == upstream.shape, what
-    finite = torch.isfinite(upstream)
-    assert torch.isfinite(got[finite]).all(), f"{what}: not finite where upstream is"
-    both = finite & torch.isfinite(oracle)
-    g, u, o = (torch.where(both, t.double(), 0.0) for t in (got, upstream, oracle))
-    scale = o.norm().item() or 1.0
-    error, limit = (g - o).norm().item() / scale, NORM_RATIO * (u - o).norm().item() / scale
-    assert error <= max(limit, FLOOR), f"{what}: error {error:.3e} > {limit:.3e}"
-    peak = o.abs().max().item() if o.numel() else 0.0
-    worst = (g - o).abs().max().item() if o.numel() else 0.0
-    allowed = MAX_RATIO * (u - o).abs().max().item() if o.numel() else 0.0
-    assert worst <= max(allowed, FLOOR * peak), f"{what}: worst {worst:.3e} > {allowed:.3e} (peak {peak:.3e})"
-
-
 def verify(case: Case, seed: int = 0) -> None:
     """Upstream's part is played by the same formula in plain torch: its operations in its order."""
     inputs = make(case, seed)
     got, upstream, oracle = case.run(inputs), portable(case, inputs), case.oracle(inputs)
     for name, ref in oracle.items():
-        check(f"{case.name} {name}", got[name], upstream[name], ref)
+        verdict = accuracy(got[name], upstream[name], ref)
+        assert verdict.ok, f"{case.name} {name}: {verdict.reason}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
