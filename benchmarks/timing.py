@@ -8,6 +8,7 @@ neither is found in the L2.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import statistics
 import subprocess
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from accel.certifying import families
+from accel.source_hash import source_hash
 
 L2_BYTES = 60 * 2**20  #: the largest L2 that matters here (H200: 50 MB)
 _SLEEP_CLOCK = 1.9e9  #: cycles of torch.cuda._sleep a second, rounded up
@@ -103,6 +107,11 @@ def copy_bandwidth(size: int = 2**30, rounds: int = 20) -> float:
     target = torch.empty_like(source)
     times = device_times({"copy": lambda i: target.copy_(source)}, 1, batch=4, rounds=rounds)
     return 2 * size / (times["copy"].p50 * 1e-3)
+
+
+def every_source() -> str:
+    """One hash of all kernel families, for rows of whole models."""
+    return hashlib.sha256("".join(source_hash(family) for family in families()).encode()).hexdigest()
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ milliseconds, and the second visit would be free. `time` is the whole call, `tok
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import time
 from pathlib import Path
@@ -26,9 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import accel
-from accel.certifying import families
-from accel.source_hash import source_hash
-from benchmarks.timing import Quantiles, Rows
+from benchmarks.timing import Quantiles, Rows, every_source
 
 CASE, NEW_TOKENS, FIRST_PROMPT, ROUNDS = "generate_200_d128", 200, 64, 3
 ALPHABET, LEARNT, STEPS = 50, 0.01, 300  #: tokens that occur; the loss at which the sequence is known; at most
@@ -138,8 +135,7 @@ def main() -> None:
     learn(model, ids)
     print(f"least lead of a token: {leads(model, ids):.2f} in the logits", flush=True)
     times, different = compare(model, ids, args.rounds, NEW_TOKENS)
-    source = hashlib.sha256("".join(source_hash(family) for family in families()).encode()).hexdigest()
-    rows = Rows("models/generate.py", source, f"transformers {transformers.__version__}")
+    rows = Rows("models/generate.py", every_source(), f"transformers {transformers.__version__}")
     run = rows.run_id()
     for provider, values in times.items():
         rows.add(CASE, provider, "decode", Quantiles.of(values), run)

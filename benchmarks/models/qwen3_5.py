@@ -11,7 +11,6 @@ came second would find the plan made.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import time
 from collections.abc import Callable
@@ -22,9 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import accel
-from accel.certifying import families
-from accel.source_hash import source_hash
-from benchmarks.timing import Quantiles, Rows
+from benchmarks.timing import Quantiles, Rows, every_source
 
 ROUNDS = 7
 
@@ -110,8 +107,7 @@ def main() -> None:
     import transformers
 
     model = period()
-    source = hashlib.sha256("".join(source_hash(family) for family in families()).encode()).hexdigest()
-    rows = Rows("models/qwen3_5.py", source, f"transformers {transformers.__version__}")
+    rows = Rows("models/qwen3_5.py", every_source(), f"transformers {transformers.__version__}")
     for case in options.cases:
         passed, measure = CASES[case]
         run = rows.run_id()
