@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import accel
-from accel import serve, testing
+from accel import certificates, serve, testing
 from accel.kernels.gated_delta_rule.reference import gated_delta_rule_reference
 from accel.kernels.kda.reference import kda_reference
 from accel.outcome import Choice, Declined
@@ -496,6 +496,7 @@ def test_decoding_with_the_gated_delta_rule_has_a_kernel(
     fla: bool, monkeypatch: pytest.MonkeyPatch, holding: Any, fake_cuda: Any
 ) -> None:
     monkeypatch.setenv("ACCEL_UNCERTIFIED", "1")
+    monkeypatch.setattr(certificates, "dsl_version", functools.cache(lambda: "4.8.1"))  # installed or not
     function = FUNCTIONS[1]
     call = holding(function, decorated(function, monkeypatch, Fla() if fla else None))
     q, v = (fake_cuda.empty(2, 1, heads, 128, dtype=torch.bfloat16) for heads in (2, 4))
