@@ -4,8 +4,8 @@
 
 16 query and key heads, 32 value heads, K = V = 128, bf16 inputs, fp32 states, read and written to another tensor, as
 both sides do by default. `decode_b<n>` is eager: the wall time of a call in a row of calls, host or device, whichever
-is slower. `_graph` is a call's share of the replay of a CUDA graph of many, device time. `host_us` is Python alone. The floor is the
-states, read and written once, over the bandwidth of a large copy in the same run.
+is slower. `_graph` is a call's share of the replay of a CUDA graph of many, device time. `host_us` is Python alone. The
+floor is the states, read and written once, over the bandwidth of a large copy in the same run.
 """
 
 from __future__ import annotations
