@@ -28,7 +28,7 @@ import accel
 from benchmarks.timing import Quantiles, Rows, every_source
 
 CASE, NEW_TOKENS, FIRST_PROMPT, ROUNDS = "generate_200_d128", 200, 64, 3
-ALPHABET, LEARNT, STEPS = 50, 0.01, 300  #: tokens that occur; the loss at which the sequence is known; at most
+ALPHABET, LEARNT, STEPS = 50, 0.001, 400  #: tokens that occur; the loss at which the sequence is known; at most
 SHAPE: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 1024,
