@@ -5,7 +5,8 @@
 `gated_delta_rule` computes it in chunks, for training and prefill; `recurrent_gated_delta_rule` token by token, for
 decoding and for the decays and betas per channel that chunks cannot express; `decode_gated_delta_rule` token by token
 with the states updated where they lie. They agree up to rounding. All are plain torch on any device (`portable.py`);
-the last two launch one kernel on a GPU where it takes the call (`plan.py`) and no gradient is needed.
+the last two launch one kernel on a GPU where it takes the call (`plan.py`) and no gradient is needed. `span_summary` is
+what a span of tokens does to the state, for those who split sequences.
 
 Shapes: B sequences of T tokens, H query/key heads of K channels, HV value heads of V channels, HV a multiple of H
 (value head j reads query/key head j // (HV / H)). With `cu_seqlens` N sequences are packed into a batch of 1; without
@@ -16,5 +17,12 @@ from __future__ import annotations
 
 from .portable import gated_delta_rule
 from .recurrent import decode_gated_delta_rule, recurrent_gated_delta_rule
+from .span import compose_spans, span_summary
 
-__all__ = ["decode_gated_delta_rule", "gated_delta_rule", "recurrent_gated_delta_rule"]
+__all__ = [
+    "compose_spans",
+    "decode_gated_delta_rule",
+    "gated_delta_rule",
+    "recurrent_gated_delta_rule",
+    "span_summary",
+]
