@@ -133,7 +133,9 @@ class Recurrent:
                 self.fetch(gQ, gK, gV, gG, gB, k_lane, rQ, rK, rV, rG)
 
         rS = cute.make_rmem_tensor((c.rows * VECTOR,), Float32)
-        policy = evict_first()
+        # With [K, V] a warp's row is half a line, and the first lines to leave the L2 leave it by halves: 78% of the
+        # memory floor at batch 256 on an H200, 91% without.
+        policy = evict_first() if const_expr(c.v_first) else None
         if const_expr(c.initial is None or c.index is not None):
             rS.fill(0.0)
         if live:
