@@ -272,6 +272,7 @@ REPRESENTATIVE = {
     "transformers.rms_norm_gated": "transformers.models.qwen3_next.modeling_qwen3_next",
     "transformers.gated_delta_rule": "transformers.models.qwen3_next.modeling_qwen3_next",
     "transformers.causal_conv1d": "transformers.models.qwen3_next.modeling_qwen3_next",
+    "transformers.gated_delta_net": "transformers.models.qwen3_next.modeling_qwen3_next",
     "transformers.kda": "transformers.models.kimi_linear.modeling_kimi_linear",
 }
 _MARK = "accel-doctor:"
@@ -380,7 +381,8 @@ def _serves(state: Any, arch: str) -> str:
     """Which kernels would serve the families that the target's adapters ask, in how many of the families' own cases."""
     from .serve import calls_of
 
-    families = sorted({call.adapter.family for call in calls_of(state)})
+    adapters = [call.adapter for call in calls_of(state)]
+    families = sorted({family for adapter in adapters for family in getattr(adapter, "families", (adapter.family,))})
     if not families:
         return f"{arch}: nothing is patched"
     return "; ".join(f"{arch}: {_family(family, arch)}" for family in families)

@@ -106,6 +106,13 @@ TARGETS: tuple[Target, ...] = (
         every_model=True,
     ),
     Target(
+        "transformers.gated_delta_net",
+        "gdn",
+        "the whole GatedDeltaNet module of Qwen3-Next, Qwen3.5 and OLMo hybrid",
+        "transformers.gated_delta_net",
+        every_model=True,
+    ),
+    Target(
         "diffusers.sdpa",
         "sdpa",
         "the `native` entry of the attention registry",

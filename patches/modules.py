@@ -11,10 +11,15 @@ from accel.outcome import Decline
 _LINEAR_FORWARD = nn.Linear.forward
 
 
-def no_global_changes() -> None:
-    """Decline while hooks on every module are registered, or somebody replaced nn.Linear's forward."""
+def no_global_hooks() -> None:
+    """Decline while hooks on every module are registered."""
     if modules._has_any_global_hook():  # type: ignore[no-untyped-call]
         raise Decline("global module hooks are registered")
+
+
+def no_global_changes() -> None:
+    """Decline while hooks on every module are registered, or somebody replaced nn.Linear's forward."""
+    no_global_hooks()
     if nn.Linear.forward is not _LINEAR_FORWARD:
         raise Decline("nn.Linear.forward was replaced")
 

@@ -4,9 +4,10 @@ Attribute names say little: of transformers' 184 classes with gate, up and down 
 or drop out somewhere. So the forward of a class, if it is one straight line of pure assignments, is folded into the
 single expression that it returns, with its locals substituted, its helper methods inlined and its argument renamed,
 and that expression is compared with the canonical ones below, node by node. What does not fold, has no source, or is
-not the source that runs is not recognised, and such a class is never touched.
+not the source that runs is not recognised, and such a class is never touched. Most classes are ruled out before that,
+by the number of names in their bytecode.
 
-Most classes are ruled out before that, by the number of names in their bytecode.
+Longer functions, which decide and call, are recognised whole instead: `fingerprint` is a hash of what they say.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import hashlib
 import inspect
 import linecache
 import sys
@@ -27,6 +29,7 @@ from typing import Any
 
 from accel.outcome import Decline
 from accel.serve import wrapped_call
+from accel.source_hash import serialise
 
 #: A canonical forward has at most 11 names in its bytecode (5.24); above this no source is looked at.
 _MOST_NAMES = 12
@@ -175,6 +178,32 @@ def _upstreams(function: Any) -> Any:
     return function
 
 
+def fingerprint(function: Any, decorators: tuple[str, ...] = ()) -> tuple[str, FunctionType] | None:
+    """(hash of a function's source, the undecorated function); None without a source that is what runs.
+
+    The hash is blind to comments, formatting, docstrings and annotations. A wrapper that accel made is looked through;
+    others only where they come from the modules named by `decorators` and the source shows as many of them.
+    """
+    function, layers = _upstreams(function), 0
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        if function.__globals__.get("__name__") not in decorators:
+            return None
+        function, layers = function.__wrapped__, layers + 1
+    if not isinstance(function, FunctionType):
+        return None
+    try:
+        definition = _definition(function)
+    except _CannotFoldError:
+        return None
+    if len(definition.decorator_list) != layers:
+        return None
+    definition.returns = None
+    for node in ast.walk(definition.args):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return hashlib.sha256(serialise(definition).encode()).hexdigest()[:16], function
+
+
 def _look(cls: type, function: FunctionType) -> GatedMlp | RmsNorm | None:
     code = function.__code__
     if len(code.co_names) > _MOST_NAMES or not 2 <= code.co_argcount <= 3 or code.co_kwonlyargcount:
@@ -288,11 +317,14 @@ def _definition(function: FunctionType) -> ast.FunctionDef:
 
 def _same_code(a: CodeType, b: CodeType) -> bool:
     # Not the bytecode itself: CPython 3.11 calls a function of an imported module by other instructions.
-    return (set(a.co_names), a.co_varnames, _constants(a)) == (set(b.co_names), b.co_varnames, _constants(b))
+    return _said(a) == _said(b)
 
 
-def _constants(code: CodeType) -> list[Any]:
-    return [constant for constant in code.co_consts if not isinstance(constant, str)]  # a docstring is indented
+def _said(code: CodeType) -> tuple[Any, ...]:
+    """Names and constants, those of inner functions and generators included: a code object knows its line."""
+    constants = [constant for constant in code.co_consts if not isinstance(constant, str)]  # a docstring is indented
+    inner = [_said(constant) if isinstance(constant, CodeType) else constant for constant in constants]
+    return set(code.co_names), code.co_varnames, inner
 
 
 class _Substitute(ast.NodeTransformer):

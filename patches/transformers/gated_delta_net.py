@@ -1,0 +1,594 @@
+"""transformers.gated_delta_net: the whole GatedDeltaNet module of Qwen3-Next, Qwen3.5 (dense, MoE) and OLMo hybrid.
+
+`cls.forward` is replaced where it is one of the sources listed below (transformers 5.17 to 5.24; Qwen4 Exp and Lara
+Mini have Qwen3.5's), and the function runs as it is written there: the padding mask and the projections are upstream's
+own calls, so hooks, LoRA and quantised layers on them keep working, and between them are three launches. The
+convolution returns tokens whose channels lie next to each other, of which queries, keys and values are views; gates,
+beta and the l2 norm are part of the delta rule, which reads grouped heads as they are; the gated norm reads its gate
+where the projection left it. A new token moves both states of the cache on in place.
+
+The module asks the plans of all three families, and each kernel's certificate; if one declines, upstream's own forward
+runs, in which the targets of its functions and of its norm still serve. On a CPU they do, function by function, and
+the module declines. Forward only. In compiled code upstream's own forward is traced.
+
+Not reached: remote code, other layouts and look-alikes, which are not recognised; modules whose instance `forward`
+somebody set (kernelize); subclasses.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel import certificates, serve
+from accel.kernels.causal_conv1d import launch as conv
+from accel.kernels.causal_conv1d.facts import ConvFacts
+from accel.kernels.causal_conv1d.plan import plan as conv_plan
+from accel.kernels.gated_delta_rule import gated_delta_rule
+from accel.kernels.gated_delta_rule import launch as rule
+from accel.kernels.gated_delta_rule.facts import GatedDeltaRuleFacts
+from accel.kernels.gated_delta_rule.plan import plan as rule_plan
+from accel.kernels.norm import rms_norm_gated
+from accel.kernels.norm.facts import NormFacts
+from accel.kernels.norm.plan import plan as norm_plan
+from accel.kernels.runtime.interned import interned
+from accel.outcome import Choice, Decline, Declined
+from accel.rebind import Rebinding
+from accel.state import TargetState, policy
+
+from .. import checks, modules
+from . import recognise
+from .conv import ACTIVATIONS
+from .linear_attention import Upstream
+from .norm import RmsNorm
+
+#: What upstream's forward calls, as globals of its module.
+FUNCTIONS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+)
+#: Where the decorators of these forwards are made.
+_DECORATORS = ("transformers.integrations.accelerate", "transformers.utils.deprecation")
+_PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """What the rule and the norm read, tokens first; views where the projections' layout allows it."""
+
+    qkv: Tensor  #: [B, T, C], contiguous: queries, keys, values
+    z: Tensor  #: the norm's gate, [B, T, HV, V] or [B, T, H, HV / H, V]
+    beta: Tensor  #: [B, T, HV], before the sigmoid
+    g: Tensor  #: [B, T, HV], before softplus
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a class arranges its projections."""
+
+    project: Callable[[Any, Tensor], Projected]
+    norm: str  #: attribute of the gated norm
+    out: str  #: attribute of the last projection
+    neg_eigval: bool = False  #: the module says whether beta is doubled
+    method: str | None = None  #: fingerprint of fix_query_key_value_ordering
+
+
+def _qwen3_next(module: Any, x: Tensor) -> Projected:
+    """Everything of a key head lies together: its query, key, values and gates, then its betas and decays."""
+    heads, heads_v = module.num_k_heads, module.num_v_heads
+    head_dim, head_dim_v, ratio = module.head_k_dim, module.head_v_dim, heads_v // heads
+    batch, tokens, _ = x.shape
+    key_dim, value_dim = heads * head_dim, heads_v * head_dim_v
+    width, channels = 2 * (head_dim + ratio * head_dim_v), 2 * key_dim + value_dim
+    grouped = _rows("in_proj_qkvz", module.in_proj_qkvz(x), batch, tokens, heads * width)
+    scalars = _rows("in_proj_ba", module.in_proj_ba(x), batch, tokens, 2 * heads_v)
+    rows, row, first = batch * tokens, heads * width, grouped.storage_offset()
+    qkv = grouped.new_empty(batch, tokens, channels)
+    qkv.as_strided((rows, 2, heads, head_dim), (channels, key_dim, head_dim, 1)).copy_(
+        grouped.as_strided((rows, 2, heads, head_dim), (row, head_dim, width, 1), first)
+    )
+    qkv.as_strided((rows, heads, ratio * head_dim_v), (channels, ratio * head_dim_v, 1), 2 * key_dim).copy_(
+        grouped.as_strided((rows, heads, ratio * head_dim_v), (row, width, 1), first + 2 * head_dim)
+    )
+    z = grouped.as_strided(
+        (batch, tokens, heads, ratio, head_dim_v),
+        (tokens * row, row, width, head_dim_v, 1),
+        first + 2 * head_dim + ratio * head_dim_v,
+    )
+    scalars = scalars.as_strided(
+        (rows, 2, heads, ratio), (2 * heads_v, ratio, 2 * ratio, 1), scalars.storage_offset()
+    ).contiguous()
+    strides = (2 * tokens * heads_v, 2 * heads_v, 1)
+    first = scalars.storage_offset()
+    beta = scalars.as_strided((batch, tokens, heads_v), strides, first)
+    return Projected(qkv, z, beta, scalars.as_strided((batch, tokens, heads_v), strides, first + heads_v))
+
+
+def _qwen3_5(module: Any, x: Tensor) -> Projected:
+    heads_v, head_dim_v = module.num_v_heads, module.head_v_dim
+    batch, tokens, _ = x.shape
+    value_dim = heads_v * head_dim_v
+    qkv = _rows("in_proj_qkv", module.in_proj_qkv(x), batch, tokens, 2 * module.key_dim + value_dim)
+    z = _rows("in_proj_z", module.in_proj_z(x), batch, tokens, value_dim)
+    beta = _rows("in_proj_b", module.in_proj_b(x), batch, tokens, heads_v)
+    g = _rows("in_proj_a", module.in_proj_a(x), batch, tokens, heads_v)
+    return Projected(qkv, z.view(batch, tokens, heads_v, head_dim_v), beta, g)
+
+
+def _olmo_hybrid(module: Any, x: Tensor) -> Projected:
+    heads_v, head_dim_v = module.num_v_heads, module.head_v_dim
+    batch, tokens, _ = x.shape
+    value_dim = heads_v * head_dim_v
+    qkv = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], dim=-1)
+    qkv = _rows("q_proj, k_proj and v_proj", qkv, batch, tokens, 2 * module.key_dim + value_dim)
+    beta = _rows("b_proj", module.b_proj(x), batch, tokens, heads_v)
+    g = _rows("a_proj", module.a_proj(x), batch, tokens, heads_v)
+    z = _rows("g_proj", module.g_proj(x), batch, tokens, value_dim)
+    return Projected(qkv, z.view(batch, tokens, heads_v, head_dim_v), beta, g)
+
+
+def _rows(name: str, y: Any, batch: int, tokens: int, size: int) -> Tensor:
+    """What a projection returned, contiguous; it may be any layer. Raises Decline where it is no such tensor."""
+    if type(y) not in checks.PLAIN or y.shape != (batch, tokens, size):
+        shape = list(y.shape) if isinstance(y, Tensor) else ""
+        raise Decline(f"{name} returned a {type(y).__name__} {shape}, not a tensor {[batch, tokens, size]}")
+    return y if y.is_contiguous() else y.contiguous()  # type: ignore[no-any-return]
+
+
+_NEXT = Layout(_qwen3_next, "norm", "out_proj", method="06cb1c915da346b3")
+_QWEN3_5 = Layout(_qwen3_5, "norm", "out_proj")
+_OLMO = Layout(_olmo_hybrid, "o_norm", "o_proj", neg_eigval=True)
+#: Fingerprints of the forwards in transformers 5.17 to 5.20, in 5.21 and 5.22, in 5.23, and in 5.24. They differ in how
+#: they ask the cache, in whether query and key heads are repeated, and in the name of the cache.
+LAYOUTS = {
+    **dict.fromkeys(("ad83f9f27978ad4e", "183abfb7e7a285eb", "bc6731436e5d7641", "a1d5bf0af72f4553"), _NEXT),
+    **dict.fromkeys(("e14e1e24499ba19a", "f27f1607a71214fd", "f9e45734c460b08c", "c248bec9f6223ff4"), _QWEN3_5),
+    **dict.fromkeys(("dfc889e4c470a09c", "d1ac368ebdb48ddf", "3b869c4bb5e61ab7", "8a54641b6dd5cc71"), _OLMO),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NetFacts:
+    """One call of the module: what the three families are asked with."""
+
+    update: bool  #: one token each, the convolution's state moved on in place
+    single: bool  #: one token each
+    cached: bool  #: there is a cache: both states are kept
+    dtype: str  #: of hidden_states
+    conv_dtype: str  #: of the convolution's weight
+    conv_width: int
+    conv_bias: bool
+    activation: str | None
+    conv_state: tuple[str, int] | None  #: dtype and tokens; None: there is none before the first token
+    n_heads: int
+    n_value_heads: int
+    head_dim: int
+    head_dim_v: int
+    has_state: bool
+    neg_eigval: bool
+    gate_dtypes: tuple[str, str]  #: of A_log and dt_bias
+    norm_form: str
+    norm_activation: str
+    norm_dtype: str  #: of the norm's weight
+    needs_grad: bool
+    device_type: str
+
+    @property
+    def conv(self) -> ConvFacts:
+        dtype, size = (None, 0) if self.conv_state is None else self.conv_state
+        return ConvFacts(
+            mode="update" if self.update else "forward",
+            dtype=self.dtype,
+            weight_dtype=self.conv_dtype,
+            n_channels=2 * self.n_heads * self.head_dim + self.n_value_heads * self.head_dim_v,
+            width=self.conv_width,
+            activation=self.activation,
+            has_bias=self.conv_bias,
+            state_dtype=dtype,
+            state_len=size,
+            needs_grad=self.needs_grad,
+            device_type=self.device_type,
+        )
+
+    @property
+    def rule(self) -> GatedDeltaRuleFacts:
+        return GatedDeltaRuleFacts(
+            mode="recurrent" if self.single else "chunk",
+            dtype=self.dtype,
+            n_heads=self.n_heads,
+            n_value_heads=self.n_value_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            has_initial_state=self.has_state,
+            output_final_state=self.cached,
+            use_qk_l2norm=True,
+            use_gate=True,
+            use_beta_sigmoid=True,
+            allow_neg_eigval=self.neg_eigval,
+            needs_grad=self.needs_grad,
+            device_type=self.device_type,
+        )
+
+    @property
+    def norm(self) -> NormFacts:
+        return NormFacts(
+            n_rows=1,  # only 2**31 of them would matter
+            hidden=self.head_dim_v,
+            dtype=self.dtype,
+            weight_dtype=self.norm_dtype,
+            form=self.norm_form,
+            activation=self.norm_activation,
+            gate_dtype=self.dtype,
+            needs_grad=self.needs_grad,
+            device_type=self.device_type,
+            row_levels=2,
+        )
+
+
+_facts = interned(NetFacts)
+
+
+def plan(facts: NetFacts, arch: str) -> Choice | Declined:
+    """The rule's Choice, whose config is the facts, if all three families serve; else the first reason."""
+    chosen = []
+    for decision in (conv_plan(facts.conv, arch), rule_plan(facts.rule, arch), norm_plan(facts.norm, arch)):
+        if isinstance(decision, Choice):
+            decision = certificates.check(decision, arch, uncertified=policy.uncertified) or decision
+        if isinstance(decision, Declined):
+            return decision
+        chosen.append(decision)
+    convolution, delta_rule, norm = chosen
+    return Choice(
+        delta_rule.family,
+        delta_rule.kernel,
+        facts,
+        notes=(f"with {convolution.family}.{convolution.kernel} and {norm.family}.{norm.kernel}",),
+    )
+
+
+class GatedDeltaNet:
+    """The forward of one recognised class."""
+
+    family = "gated_delta_net"  #: of its own: where it declines, the families below may still serve the parts
+    families = ("causal_conv1d", "gated_delta_rule", "norm")
+    in_place = True
+
+    def __init__(self, cls: type, layout: Layout, forward: FunctionType) -> None:
+        self.cls: Any = cls
+        self.layout, self.globals = layout, forward.__globals__
+        self.names = forward.__code__.co_varnames[1:4]  #: hidden_states, the cache, attention_mask
+        self._held: tuple[tuple[Any, ...], frozenset[str], tuple[nn.Module, ...]] = ((), frozenset(), ())
+        self._norms: dict[type, tuple[Any, RmsNorm]] = {}
+        self._loaded: set[tuple[Any, ...]] = set()  #: configurations whose kernels a new token has met
+
+    def concerns(self, *args: Any) -> bool:
+        """Whether a call's module is of this class or a subclass of it; the target has an adapter for each class."""
+        return bool(args) and isinstance(args[0], self.cls)
+
+    def facts(self, *args: Any, **kwargs: Any) -> tuple[NetFacts, torch.device]:
+        """The facts of a call of `forward(self, hidden_states, cache, attention_mask, **kwargs)`."""
+        module, x, cache, _ = self._arguments(args, kwargs)
+        self._call(kwargs)
+        if type(module) is not self.cls:
+            raise Decline(f"{type(module).__name__} is a subclass of {self.cls.__name__}")
+        modules.no_global_hooks()
+        convolution = module.conv1d
+        if "_hf_hook" in convolution.__dict__:
+            raise Decline("conv1d is moved about by accelerate")
+        weight, bias, a_log, dt_bias = convolution.weight, convolution.bias, module.A_log, module.dt_bias
+        norm_weight, form, norm_activation = self._norm(module)
+        conv_state, state, recording = (None, None, False) if cache is None else states(cache, module.layer_idx)
+        device = checks.plain(
+            hidden_states=x, conv_weight=weight, conv_bias=bias, A_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight,
+            conv_state=conv_state, recurrent_state=state,
+        )  # fmt: skip
+        _not_on_cpu(device)
+        self._shapes(module, x, weight, bias, a_log, dt_bias, conv_state, state)
+        cast = checks.autocast_dtype(device)
+        if cast is not None and cast != x.dtype:
+            raise Decline(f"autocast casts {checks.dtype_name(x.dtype)} to {checks.dtype_name(cast)}")
+        single = x.shape[1] == 1
+        update = single and conv_state is not None and not recording
+        held = None
+        if conv_state is not None:
+            size = conv_state.shape[2]
+            # the tokens that a recording keeps are no configuration
+            held = checks.dtype_name(conv_state.dtype), size if update else min(size, weight.shape[2])
+        name = checks.dtype_name
+        facts = _facts()(
+            update, single, cache is not None, name(x.dtype), name(weight.dtype), weight.shape[2], bias is not None,
+            _activation(module.activation), held, module.num_k_heads, module.num_v_heads, module.head_k_dim,
+            module.head_v_dim, state is not None, self.layout.neg_eigval and bool(module.allow_neg_eigval),
+            (name(a_log.dtype), name(dt_bias.dtype)), form, norm_activation, name(norm_weight.dtype),
+            torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())),
+            "cpu" if x.is_cpu else "cuda",
+        )  # fmt: skip
+        return facts, device
+
+    def plan(self, facts: NetFacts, arch: str) -> Choice | Declined:
+        """All three families' plans, and their certificates."""
+        return plan(facts, arch)
+
+    def run(self, choice: Choice, *args: Any, **kwargs: Any) -> Tensor:
+        """What upstream's forward returns; the cache as that leaves it. Raises Decline before the cache is touched."""
+        facts: NetFacts = choice.config  # type: ignore[assignment]
+        module, x, cache, mask = self._arguments(args, kwargs)
+        if mask is not None:
+            shape = x.shape
+            x = self.globals["apply_mask_to_padding_states"](x, mask)
+            if type(x) not in checks.PLAIN or x.shape != shape:
+                raise Decline(f"the mask makes hidden_states a {type(x).__name__} {list(x.shape)}")
+        projected = self.layout.project(module, x)
+        if projected.qkv.dtype != x.dtype or projected.z.dtype != x.dtype:
+            raise Decline(f"projections of {x.dtype} return {projected.qkv.dtype} and {projected.z.dtype}")
+        if facts.update:
+            y = self._update(facts, module, projected, cache.layers[module.layer_idx])
+        else:
+            y = self._prefill(facts, module, projected, cache)
+        batch, tokens, _ = x.shape
+        return getattr(module, self.layout.out)(y.view(batch, tokens, -1))  # type: ignore[no-any-return]
+
+    def compiled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Upstream's own forward, which Dynamo traces."""
+        return original(*args, **kwargs)
+
+    def _update(self, facts: NetFacts, module: Any, projected: Projected, layer: Any) -> Tensor:
+        """One new token of each sequence: both states move on where they lie."""
+        conv_state, state = layer.conv_states[0], layer.recurrent_states[0]
+        key = (
+            facts, conv_state.shape[0], projected.g.dtype, projected.beta.dtype, conv_state.get_device()
+        )  # fmt: skip
+        if loaded := key in self._loaded:
+            new_conv, new = conv_state, state
+        else:  # a kernel that cannot be loaded must leave the cache as it is
+            new_conv, new = conv_state.clone(), state.clone()
+        convolution = module.conv1d
+        y = conv.update(
+            projected.qkv.mT, new_conv, convolution.weight.squeeze(1), convolution.bias, facts.activation
+        )  # fmt: skip
+        out, _ = self._rule(facts, module, projected, y, new, rule.recurrent, in_place=True)
+        out = self._normed(facts, module, out, projected.z)
+        if not loaded:
+            conv_state.copy_(new_conv)
+            state.copy_(new)
+            self._loaded.add(key)
+        return out
+
+    def _prefill(self, facts: NetFacts, module: Any, projected: Projected, cache: Any) -> Tensor:
+        """Whole sequences, or what comes after the tokens that the cache has seen."""
+        convolution, index = module.conv1d, module.layer_idx
+        conv_state, state, recording = (None, None, False) if cache is None else states(cache, index)
+        y, _ = conv.forward(
+            projected.qkv, convolution.weight.squeeze(1), convolution.bias, facts.activation, conv_state
+        )  # fmt: skip
+        compute = rule.recurrent if facts.single else gated_delta_rule
+        out, final = self._rule(facts, module, projected, y, state, compute, output_final_state=cache is not None)
+        out = self._normed(facts, module, out, projected.z)
+        if cache is not None:
+            size = module.conv_kernel_size
+            seen = projected.qkv if recording else projected.qkv[:, -size:]  # all that is kept of them
+            cache.update_conv_state(seen.mT, index, conv_kernel_size=size)
+            cache.update_recurrent_state(final, index)
+        return out
+
+    def _rule(
+        self,
+        facts: NetFacts,
+        module: Any,
+        projected: Projected,
+        y: Tensor,
+        state: Tensor | None,
+        compute: Callable[..., Any],
+        **more: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The delta rule of the convolution's result [B, T, C], whose queries, keys and values are views."""
+        heads, heads_v, head_dim, head_dim_v = facts.n_heads, facts.n_value_heads, facts.head_dim, facts.head_dim_v
+        batch, tokens, channels = y.shape
+        first, key_dim = y.storage_offset(), heads * head_dim
+        row = (tokens * channels, channels)
+        shape, strides = (batch, tokens, heads, head_dim), (*row, head_dim, 1)
+        result: tuple[Tensor, Tensor | None] = compute(
+            y.as_strided(shape, strides, first),
+            y.as_strided(shape, strides, first + key_dim),
+            y.as_strided((batch, tokens, heads_v, head_dim_v), (*row, head_dim_v, 1), first + 2 * key_dim),
+            projected.g,
+            beta=projected.beta,
+            initial_state=state,
+            use_qk_l2norm=True,
+            use_gate=True,
+            A_log=module.A_log,
+            dt_bias=module.dt_bias,
+            use_beta_sigmoid=True,
+            allow_neg_eigval=facts.neg_eigval,
+            **more,
+        )
+        return result
+
+    def _normed(self, facts: NetFacts, module: Any, out: Tensor, z: Tensor) -> Tensor:
+        norm = module._modules[self.layout.norm]
+        meaning = self._norms[type(norm)][1].norm
+        return rms_norm_gated(
+            out if z.dim() == 4 else out.view(z.shape),
+            z,
+            norm._parameters[meaning.weight],
+            eps=getattr(norm, meaning.eps),
+            activation=facts.norm_activation,
+            form=facts.norm_form,
+        )
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+        """(module, hidden_states, cache, attention_mask), taken out of `kwargs`, which is a dict of our own."""
+        names = self.names
+        if len(args) > 1:
+            given = dict(zip(names, args[1:], strict=False))
+            if len(args) > 4 or not given.keys().isdisjoint(kwargs):
+                raise Decline("the arguments do not fit the signature")
+            kwargs.update(given)
+        if not args or (x := kwargs.pop(names[0], None)) is None:
+            raise Decline(f"{names[0]} is None")
+        return args[0], x, kwargs.pop(names[1], None), kwargs.pop(names[2], None)
+
+    def _call(self, kwargs: dict[str, Any]) -> None:
+        """Decline unless the functions are upstream's, and further keywords are such as no function takes."""
+        held = tuple([self.globals.get(name) for name in FUNCTIONS])
+        if held != self._held[0]:
+            self._held = (held, *self._upstreams(held))
+        _, keywords, kernelized = self._held
+        for module in kernelized:
+            if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+                raise Decline("a hub kernel was chosen for one of the module's functions")
+        if keywords.isdisjoint(kwargs):
+            return
+        for name in _PACKED:
+            if kwargs.pop(name, None) is not None:
+                raise Decline(f"{name}: packed sequences")
+        if taken := sorted(keywords.intersection(kwargs)):
+            raise Decline(f"{', '.join(taken)}: upstream hands it on")
+
+    def _upstreams(self, held: tuple[Any, ...]) -> tuple[frozenset[str], tuple[nn.Module, ...]]:
+        """Keywords with a meaning, and the functions of which Hugging Face's kernels made modules."""
+        keywords, kernelized = {*_PACKED, "cache_params"}, []
+        for name, function in zip(FUNCTIONS, held, strict=True):
+            call = serve.wrapped_call(function)
+            if call is not None and call.wrapper is not function:
+                raise Decline(f"{name} was replaced")  # by a wrapper around ours
+            found = Upstream.of(function if call is None else call.original)
+            package = getattr(found.implementation, "__module__", None) or "" if found is not None else ""
+            if found is None or not (found.is_reference or package.partition(".")[0] in ("fla", "causal_conv1d")):
+                raise Decline(f"{name} was replaced")
+            keywords.update(found.keywords)
+            if found.kernelized is not None:
+                kernelized.append(found.kernelized)
+        return frozenset(keywords), tuple(kernelized)
+
+    def _norm(self, module: nn.Module) -> tuple[Tensor, str, str]:
+        """(weight, form, activation) of the gated norm."""
+        name = self.layout.norm
+        norm = module._modules.get(name)
+        cls: type = type(norm)
+        forward = cls.__dict__.get("forward")
+        known = self._norms.get(cls)
+        if known is None or known[0] is not forward:
+            meaning = recognise.recognise(cls)
+            call = serve.wrapped_call(forward)
+            foreign = call is not None and call.wrapper is not forward
+            if foreign or not isinstance(meaning, recognise.RmsNorm) or not meaning.gated:
+                raise Decline(f"{name} is a {cls.__name__}, no gated norm of a canonical form")
+            known = self._norms[cls] = forward, RmsNorm(cls, meaning)
+        assert norm is not None
+        modules.untouched(name, norm)
+        weight, _, activation = known[1].read(norm)
+        assert activation is not None
+        return weight, known[1].norm.form, activation
+
+    def _shapes(
+        self,
+        module: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        conv_state: Tensor | None,
+        state: Tensor | None,
+    ) -> None:
+        """Decline what does not belong together: a model split over devices, another cache."""
+        heads_v, head_dim, head_dim_v = module.num_v_heads, module.head_k_dim, module.head_v_dim
+        if x.dim() != 3 or x.shape[0] == 0 or x.shape[1] == 0:
+            raise Decline(f"hidden_states is {list(x.shape)}")
+        batch, channels = x.shape[0], 2 * module.num_k_heads * head_dim + heads_v * head_dim_v
+        if weight.dim() != 3 or weight.shape[0] != channels or weight.shape[1] != 1:
+            raise Decline(f"conv1d.weight is {list(weight.shape)}, not [{channels}, 1, W]")
+        if bias is not None and (bias.dtype != weight.dtype or list(bias.shape) != [channels]):
+            raise Decline(f"conv1d.bias is {list(bias.shape)} {bias.dtype}, the weight {weight.dtype}")
+        for name, values in (("A_log", a_log), ("dt_bias", dt_bias)):
+            if values.dim() != 1 or values.shape[0] != heads_v or not values.is_floating_point():
+                raise Decline(f"{name} is {list(values.shape)} {values.dtype}, of {heads_v} value heads")
+        if conv_state is None or state is None:
+            if conv_state is not state:
+                raise Decline("the cache has one of the two states")
+            return
+        if conv_state.dim() != 3 or conv_state.shape[0] != batch or conv_state.shape[1] != channels:
+            raise Decline(f"the conv state is {list(conv_state.shape)}, hidden_states {list(x.shape)}")
+        if state.shape != (batch, heads_v, head_dim, head_dim_v) or not state.is_contiguous():
+            raise Decline(f"the recurrent state is {list(state.shape)} with strides {state.stride()}")
+        if state.dtype != torch.float32:
+            raise Decline(f"the recurrent state is {state.dtype}, not torch.float32")
+        if state.is_inference() and not torch.is_inference_mode_enabled():
+            raise Decline("the cache was made in inference mode, outside of which it cannot be written to")
+
+
+def states(cache: Any, index: int) -> tuple[Tensor | None, Tensor | None, bool]:
+    """(conv state, recurrent state, whether past states are kept) of a layer, None for what it has not seen yet.
+
+    Raises Decline where the cache is not one of transformers' own, or has no such layer.
+    """
+    if not _own(type(cache), "Cache", _CACHE_METHODS):
+        raise Decline(f"{type(cache).__name__} keeps states in a way of its own")
+    layers = cache.layers
+    if index >= len(layers) or not _own(type(layers[index]), "LinearAttentionLayer", _LAYER_METHODS):
+        raise Decline(f"layer {index} of the cache has no states of linear attention")
+    layer = layers[index]
+    if not layer.has_previous_state[0]:
+        return None, None, layer.record_past
+    return layer.conv_states[0], layer.recurrent_states[0], layer.record_past
+
+
+_LAYER_METHODS = ("update_conv_state", "update_recurrent_state")
+_CACHE_METHODS = (*_LAYER_METHODS, "get_conv_state", "get_recurrent_state", "has_previous_state", "is_recording_past")
+_known: dict[type, bool] = {}
+
+
+def _own(cls: type, name: str, methods: tuple[str, ...]) -> bool:
+    """Whether `cls` is a subclass of transformers' class of that name with its methods as they are there."""
+    known = _known.get(cls)
+    if known is None:
+        base = getattr(sys.modules["transformers.cache_utils"], name)
+        known = issubclass(cls, base) and all(getattr(cls, m, None) is getattr(base, m, None) for m in methods)
+        _known[cls] = known
+    return known
+
+
+def _activation(name: Any) -> str | None:
+    activation = ACTIVATIONS.get(name) if name is None or isinstance(name, str) else name
+    if activation is None and name is not None:
+        raise Decline(f"activation={name!r}")
+    return activation
+
+
+def _not_on_cpu(device: torch.device) -> None:
+    if device.type == "cpu":
+        raise Decline("CPU tensors: the module's functions are served one by one")
+
+
+def recognised(cls: type) -> tuple[Layout, FunctionType] | None:
+    """The layout of a class whose own forward is one of the known sources, and that forward undecorated."""
+    found = recognise.fingerprint(vars(cls).get("forward"), _DECORATORS)
+    layout = None if found is None else LAYOUTS.get(found[0])
+    if found is None or layout is None:
+        return None
+    if layout.method is not None:
+        ordering = recognise.fingerprint(vars(cls).get("fix_query_key_value_ordering"))
+        if ordering is None or ordering[0] != layout.method:
+            return None
+    return layout, found[1]
+
+
+def patch(module: ModuleType, state: TargetState) -> Iterable[Rebinding]:
+    """The rebindings of `forward` for the classes that `module` defines and that are recognised."""
+    names = vars(module)
+    if not module.__name__.startswith("transformers.models.") or not names.keys() >= set(FUNCTIONS):
+        return
+    for cls in list(names.values()):
+        if isinstance(cls, type) and cls.__module__ == module.__name__ and "forward" in vars(cls):
+            found = recognised(cls)
+            if found is not None:
+                yield from serve.attribute(cls, "forward", GatedDeltaNet(cls, *found), state)
