@@ -159,7 +159,16 @@ def test_a_cpu_is_served_by_the_portable_path() -> None:
 @pytest.mark.parametrize(
     "changed, arch, reason",
     [
-        ({}, "sm_90", "no chunked gated_delta_rule kernel for sm_90 yet: upstream's own runs"),
+        ({}, "sm_80", "no chunked gated_delta_rule kernel for sm_80 yet: upstream's own runs"),
+        ({}, "sm_100", "no chunked gated_delta_rule kernel for sm_100 yet: upstream's own runs"),
+        ({}, "sm_75", "no gated_delta_rule kernel for sm_75: it needs one of " + ", ".join(archs.known_archs())),
+        ({"needs_grad": True}, "sm_90", "a gradient is needed: the chunked kernel has none yet"),
+        ({"dtype": "float32"}, "sm_90", "dtype=float32: the chunked kernel takes bfloat16, float16"),
+        ({"v_dtype": "float32"}, "sm_90", "v dtype=float32: the chunked kernel takes q's, bfloat16"),
+        ({"head_dim": 100}, "sm_90", "head_dim=100: the chunked kernel has 64, 128, 256"),
+        ({"head_dim_v": 96}, "sm_90", "head_dim_v=96 is not a multiple of 64 up to 512"),
+        ({"head_dim_v": 576}, "sm_90", "head_dim_v=576 is not a multiple of 64 up to 512"),
+        ({"head_dim_v": 0}, "sm_90", "head_dim_v=0 is not a multiple of 64 up to 512"),
         (RECURRENT, "sm_75", "no gated_delta_rule kernel for sm_75: it needs one of " + ", ".join(archs.known_archs())),
         ({**RECURRENT, "needs_grad": True}, "sm_90", "a gradient is needed: the recurrent kernel has none"),
         (

@@ -5,7 +5,7 @@
 `gated_delta_rule` computes it in chunks, for training and prefill; `recurrent_gated_delta_rule` token by token, for
 decoding and for the decays and betas per channel that chunks cannot express; `decode_gated_delta_rule` token by token
 with the states updated where they lie. They agree up to rounding. All are plain torch on any device (`portable.py`);
-the last two launch one kernel on a GPU where it takes the call (`plan.py`) and no gradient is needed. `span_summary` is
+on a GPU they launch kernels where those take the call (`plan.py`) and no gradient is needed. `span_summary` is
 what a span of tokens does to the state, for those who split sequences.
 
 Shapes: B sequences of T tokens, H query/key heads of K channels, HV value heads of V channels, HV a multiple of H
@@ -15,7 +15,7 @@ it N = B.
 
 from __future__ import annotations
 
-from .portable import gated_delta_rule
+from .chunked import gated_delta_rule
 from .recurrent import decode_gated_delta_rule, recurrent_gated_delta_rule
 from .span import compose_spans, span_summary
 

@@ -9,7 +9,8 @@ import torch
 
 from ..linear_attention import case as base
 from ..linear_attention.case import Inputs, Outputs
-from . import gated_delta_rule, recurrent_cases, recurrent_gated_delta_rule
+from . import chunk_cases, gated_delta_rule, recurrent_cases, recurrent_gated_delta_rule
+from .chunk_cases import CHUNK_CASES, ChunkCase
 from .facts import GatedDeltaRuleFacts
 from .recurrent_cases import RECURRENT_CASES, RecurrentCase
 from .reference import gated_delta_rule_reference
@@ -38,7 +39,12 @@ class Case(base.Case):
 
 
 def portable(case: Case | RecurrentCase, inputs: Inputs) -> Outputs:
-    """The yardstick where no upstream is at hand: the portable path on fp32 copies, rounded to the dtypes of `run`."""
+    """The yardstick where no upstream is at hand: the portable path on fp32 copies, rounded to the dtypes of `run`.
+
+    That of the chunked kernels, whose products have 16-bit operands, rounds as `chunk_cases.published` says.
+    """
+    if isinstance(case, ChunkCase):
+        return chunk_cases.portable(case, inputs)
     if isinstance(case, RecurrentCase):
         return recurrent_cases.portable(case, inputs)
     found = case.call_with(gated_delta_rule, base.upcast(inputs, torch.float32))
@@ -68,4 +74,4 @@ TRAINING_CASES = (
     Case((1024,), (1, 2), (64, 64), BF16, states=False, layout="split"),
 )
 
-CASES: tuple[Case | RecurrentCase, ...] = (*TRAINING_CASES, *RECURRENT_CASES)
+CASES: tuple[Case | RecurrentCase, ...] = (*TRAINING_CASES, *RECURRENT_CASES, *CHUNK_CASES)

@@ -94,3 +94,21 @@ def stages(head_dim: int, warpgroups: int = 1) -> int:
     stage = 2 * CHUNK * (3 * head_dim + CHUNK + SLICE * warpgroups) + VECTORS * CHUNK * 4
     room = SMEM - 2 * KIB - 2 * CHUNK * SLICE * warpgroups
     return max(1, min(4, room // stage))
+
+
+def slots(total: int, sequences: int, packed: bool) -> int:
+    """Chunks that `total` tokens may have; as the kernels count them."""
+    return total // CHUNK + sequences if packed else sequences * -(-(total // sequences) // CHUNK)
+
+
+def workspace_bytes(slots: int, sequences: int, heads_v: int, head_dim: int, head_dim_v: int) -> int:
+    """W, U, P, the vectors, and the tables of chunks and sequences."""
+    entry = 2 * CHUNK * (head_dim + head_dim_v + CHUNK) + 4 * VECTORS * CHUNK
+    row = 4 * TABLE_COLUMNS
+    return slots * heads_v * entry + -(-slots // 8) * 8 * row + sequences * row
+
+
+def warpgroups(head_dim: int, head_dim_v: int, chains: int, sms: int) -> int:
+    """Of a CTA of the scan: two, which share what they read, once there are enough chains to fill the card so."""
+    wide = head_dim <= 128 and head_dim_v % (2 * SLICE) == 0
+    return 2 if wide and chains * (head_dim_v // (2 * SLICE)) >= sms else 1

@@ -1,7 +1,7 @@
 """plan(facts, arch): what serves a gated_delta_rule call, or why nothing does.
 
 Pure: no tensors, no device calls, no environment. On a CPU the portable path takes every shape and option; on a GPU the
-recurrent kernel takes what decoding needs.
+recurrent kernel takes what decoding needs, and on Hopper the chunked kernels what prefill does.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from ...outcome import Choice, Declined
 from ..blocks.dtypes import WIDTH
 from ..linear_attention.support import unsupported
 from ..runtime import arch as archs
+from .chunk_config import DTYPES, MAX_HEAD_DIM_V, SLICE
 from .config import COLUMNS, HEAD_DIMS
 from .facts import GatedDeltaRuleFacts
 
 FAMILY = "gated_delta_rule"
 RECURRENT = "any_recurrent"
+CHUNKED = "sm90_fwd"
 
 
 def plan(facts: GatedDeltaRuleFacts, arch: str) -> Choice | Declined:
-    """A Choice of "portable" on "cpu", of "any_recurrent" on a CUDA arch, or the reason against both."""
+    """A Choice of "portable" on "cpu", of "any_recurrent" or "sm90_fwd" on a CUDA arch, or the reason against each."""
     reason = unsupported(facts)
     if reason is not None:
         return Declined(reason)
@@ -27,7 +29,10 @@ def plan(facts: GatedDeltaRuleFacts, arch: str) -> Choice | Declined:
     if archs.limits(arch) is None:
         return Declined(f"no {FAMILY} kernel for {arch}: it needs one of {', '.join(archs.known_archs())}")
     if facts.mode == "chunk":
-        return Declined(f"no chunked {FAMILY} kernel for {arch} yet: upstream's own runs")
+        if arch != "sm_90":
+            return Declined(f"no chunked {FAMILY} kernel for {arch} yet: upstream's own runs")
+        reason = not_chunked(facts)
+        return Declined(reason) if reason is not None else Choice(FAMILY, CHUNKED)
     reason = not_recurrent(facts)
     return Declined(reason) if reason is not None else Choice(FAMILY, RECURRENT)
 
@@ -49,4 +54,19 @@ def not_recurrent(facts: GatedDeltaRuleFacts) -> str | None:
         return "beta is [B, T, HV, V]: the recurrent kernel takes [B, T, HV]"
     if facts.use_gate and not facts.has_g:
         return "a gate without g"
+    return None
+
+
+def not_chunked(facts: GatedDeltaRuleFacts) -> str | None:
+    """Why the chunked kernels of sm_90 do not take the call; None: they do."""
+    if facts.needs_grad:
+        return "a gradient is needed: the chunked kernel has none yet"
+    if facts.dtype not in DTYPES:
+        return f"dtype={facts.dtype}: the chunked kernel takes {', '.join(DTYPES)}"
+    if facts.v_dtype not in (None, facts.dtype):
+        return f"v dtype={facts.v_dtype}: the chunked kernel takes q's, {facts.dtype}"
+    if facts.head_dim not in HEAD_DIMS:
+        return f"head_dim={facts.head_dim}: the chunked kernel has {', '.join(map(str, HEAD_DIMS))}"
+    if facts.head_dim_v % SLICE or not SLICE <= facts.head_dim_v <= MAX_HEAD_DIM_V:
+        return f"head_dim_v={facts.head_dim_v} is not a multiple of {SLICE} up to {MAX_HEAD_DIM_V}"
     return None

@@ -28,34 +28,7 @@ def gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,  # [N + 1]
 ) -> tuple[Tensor, Tensor | None]:
-    """(o [B, T, HV, V] in q's dtype, final state or None), in chunks of up to 64 tokens.
-
-    Args:
-        q, k, v: queries, keys and values, of any floating-point dtypes and strides.
-        g: log decay; finite values of any size and -inf (a reset) are exact. With `use_gate` the raw gate: the log
-            decay is then -exp(A_log) * softplus(g + dt_bias). Without it A_log and dt_bias are ignored.
-        beta: how far the value stored under a key moves to the new one. With `use_beta_sigmoid` logits of it, in which
-            case `allow_neg_eigval` doubles it.
-        scale: of the output; None is K ** -0.5.
-        initial_state: the state before each sequence's first token, of any floating-point dtype; None is zeros.
-        output_final_state: also return the state after each sequence's last token: a new contiguous tensor, fp32.
-        use_qk_l2norm: divide each query and key by sqrt(its squared norm + 1e-6).
-        state_v_first: both states are [N, HV, V, K].
-        cu_seqlens: int32 or int64, where the packed sequences start and end, read on the host. A sequence may be empty;
-            tokens outside [cu_seqlens[0], cu_seqlens[-1]) get zero outputs and zero gradients.
-
-    Everything is computed in fp32 (fp64, including the final state, if q, k, v or g is fp64), also under autocast.
-    Differentiable once in q, k, v, g, beta, initial_state, A_log and dt_bias, through both results; gradients come in
-    each input's dtype. A second derivative raises RuntimeError; there is no forward mode and no vmap. Deterministic
-    on a CPU.
-
-    Under torch.compile a call is one opaque op, whose backward runs the forward once more.
-
-    Raises:
-        ValueError: shapes that do not belong together, a bad `cu_seqlens`, `use_gate` without A_log, or
-            `allow_neg_eigval` without `use_beta_sigmoid`.
-        TypeError: a tensor that is not floating point, or a `cu_seqlens` that is not int32 or int64.
-    """
+    """(o [B, T, HV, V] in q's dtype, final state or None), in chunks of up to 64 tokens: see `chunked`."""
     inputs.check_shapes(q, k, v, cu_seqlens, initial_state, state_v_first)
     inputs.check_beta_options(use_beta_sigmoid, allow_neg_eigval)
     inputs.check_tensor("g", g, list(v.shape[:3]))

@@ -47,7 +47,7 @@ def recurrent_gated_delta_rule(
     if v.is_cuda and gk is None and gv is None and not torch.compiler.is_compiling():
         tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
         if (beta is None or beta.dim() == 3) and not needs_grad(*tensors):
-            _check(q, k, v, g, beta, initial_state, use_gate, A_log, dt_bias, state_v_first, cu_seqlens)
+            check(q, k, v, g, beta, initial_state, use_gate, A_log, dt_bias, state_v_first, cu_seqlens)
             inputs.check_beta_options(use_beta_sigmoid, allow_neg_eigval)
             try:
                 return launch.recurrent(
@@ -98,7 +98,7 @@ def decode_gated_delta_rule(
     """
     inputs.check_beta_options(use_beta_sigmoid, allow_neg_eigval)
     pool = state if indices is None else None
-    _check(q, k, v, g, beta, pool, use_gate, A_log, dt_bias, state_v_first, cu_seqlens)
+    check(q, k, v, g, beta, pool, use_gate, A_log, dt_bias, state_v_first, cu_seqlens)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if indices is not None:
         inner = [v.shape[3], q.shape[3]] if state_v_first else [q.shape[3], v.shape[3]]
@@ -138,7 +138,7 @@ def decode_gated_delta_rule(
     return out
 
 
-def _check(
+def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,

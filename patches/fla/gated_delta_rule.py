@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from accel.kernels.gated_delta_rule import gated_delta_rule, launch, recurrent_gated_delta_rule
+from accel.kernels.gated_delta_rule import chunk, gated_delta_rule, launch, recurrent_gated_delta_rule
 from accel.kernels.gated_delta_rule.facts import GatedDeltaRuleFacts
-from accel.kernels.gated_delta_rule.plan import RECURRENT, plan
+from accel.kernels.gated_delta_rule.plan import CHUNKED, RECURRENT, plan
 from accel.kernels.runtime.interned import interned
 from accel.outcome import Choice, Decline, Declined
 from accel.rebind import Rebinding
@@ -45,7 +45,7 @@ def upstream(case: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.T
     """FLA's results for a case of the family, with gradients where it has any; None for gradients token by token."""
     ops = importlib.import_module("fla.ops.gated_delta_rule")
     if getattr(case, "forward_only", False):
-        function = rule.in_our_words(ops.fused_recurrent_gated_delta_rule)
+        function = rule.in_our_words(getattr(ops, case.call))
         return lambda inputs: case.like_run(function, inputs)
     if case.call != "chunk_gated_delta_rule":
         return None
@@ -169,7 +169,8 @@ class ChunkGatedDeltaRule(PortableAdapter):
     ) -> Tensors:
         """The kernels have a chunk size of their own; a planned launch (`cu_seqlens_cpu`, `chunk_indices`) is FLA's."""
         rule.warn_deprecated(transpose_state_layout)
-        o, final_state = gated_delta_rule(
+        compute = chunk.chunk if choice.kernel == CHUNKED else gated_delta_rule
+        o, final_state = compute(
             q,
             k,
             v,

@@ -5,9 +5,9 @@ closure if FLA is installed, and every keyword that FLA's signature lacks is dro
 because that works before and after a model is built; the call is read by the rules of whichever function is in the
 closure.
 
-Served on a CPU, where FLA itself cannot run, and on GPUs the gated delta rule token by token (decoding). Not reached:
-functions under other names; remote code whose function is FLA's neither by name nor in its closure, since nothing says
-what it computes.
+Served on a CPU, where FLA itself cannot run, and on GPUs the gated delta rule: token by token (decoding), and on Hopper
+in chunks too (prefill). Not reached: functions under other names; remote code whose function is FLA's neither by name
+nor in its closure, since nothing says what it computes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from accel import serve
-from accel.kernels.gated_delta_rule import gated_delta_rule, launch, recurrent_gated_delta_rule
+from accel.kernels.gated_delta_rule import chunk, gated_delta_rule, launch, recurrent_gated_delta_rule
 from accel.kernels.gated_delta_rule.facts import GatedDeltaRuleFacts
-from accel.kernels.gated_delta_rule.plan import RECURRENT
+from accel.kernels.gated_delta_rule.plan import CHUNKED, RECURRENT
 from accel.kernels.gated_delta_rule.plan import plan as gated_delta_rule_plan
 from accel.kernels.kda import kda, recurrent_kda
 from accel.kernels.kda.facts import KdaFacts
@@ -70,6 +70,9 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "recurrent_kimi_delta_attention": Operation(_KDA[0], "recurrent", recurrent_kda, *_KDA[1:], FusedRecurrentKda),
     },
 }
+
+#: What launches a kernel of the plan's; plain torch is the operation's own.
+KERNELS: dict[str, Callable[..., Tensors]] = {RECURRENT: launch.recurrent, CHUNKED: chunk.chunk}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class DeltaRule(PortableAdapter):
             return self.fla.run(choice, *args, **self._kept(kwargs))
         call = self._by_name(args, kwargs)
         query = call["query"]
-        compute = launch.recurrent if choice.kernel == RECURRENT else self.operation.compute
+        compute = KERNELS.get(choice.kernel, self.operation.compute)
         out, state = compute(
             query,
             call["key"],

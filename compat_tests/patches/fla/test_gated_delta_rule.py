@@ -402,16 +402,16 @@ def test_declines(name: str, changes: Callable[[], dict[str, Any]], reason: str,
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_on_a_gpu_the_recurrent_function_has_a_kernel(
-    name: str, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_both_functions_have_a_kernel(name: str, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_UNCERTIFIED", "1")
     monkeypatch.setattr(certificates, "dsl_version", functools.cache(lambda: "4.8.1"))  # installed or not
     accel.accelerate("gdn")
     call = serve.wrapped_call(upstream(name))
     for head_dim in (64, None):
         given = {
-            k: fake_cuda.empty(*x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
+            k: fake_cuda.empty(*x.shape, dtype=torch.bfloat16 if k in "qkv" else x.dtype)
+            if isinstance(x, torch.Tensor)
+            else x
             for k, x in arguments(name).items()
         }
         if head_dim is not None:
@@ -420,12 +420,13 @@ def test_on_a_gpu_the_recurrent_function_has_a_kernel(
             given["initial_state"] = None
         for arch in ("sm_80", "sm_90", "sm_100"):
             decision, _ = call.decide((), given, arch=arch)
-            if name == CHUNK:
+            if name == CHUNK and arch != "sm_90":
                 assert decision == Declined(f"no chunked gated_delta_rule kernel for {arch} yet: upstream's own runs")
             elif head_dim is None:
-                assert isinstance(decision, Declined) and "the recurrent kernel has 64, 128, 256" in decision.reason
+                kind = "chunked" if name == CHUNK else "recurrent"
+                assert isinstance(decision, Declined) and f"the {kind} kernel has 64, 128, 256" in decision.reason
             else:
-                assert decision == Choice("gated_delta_rule", "any_recurrent")
+                assert decision == Choice("gated_delta_rule", "sm90_fwd" if name == CHUNK else "any_recurrent")
 
 
 def test_a_planned_launch_is_taken_where_upstream_knows_it() -> None:
