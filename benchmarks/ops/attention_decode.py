@@ -37,6 +37,7 @@ from accel.kernels.runtime.compile import Kernel, function
 from accel.source_hash import source_hash
 from benchmarks.timing import Quantiles, Rows, clocks, copy_bandwidth, device_times, host_times, rotations
 
+WAVES = (0.12, 0.25, 0.5, 0.97, 1.45, 1.97, 2.97, 3.97)  #: of CTAs, in the sweep
 UNUSED_KEYS = 500  #: at the end of a static cache, masked
 
 
@@ -60,6 +61,9 @@ CASES = {
     "decode_b8_lk4096_h32_8_d128": Shape(8, 1, 4096, 32, 8, 128),
     "decode_b8_lk32768_h32_8_d128": Shape(8, 1, 32768, 32, 8, 128),
     "decode_b1_lk4096_h32_8_d128": Shape(1, 1, 4096, 32, 8, 128),
+    "decode_b1_lk32768_h8_1_d128": Shape(1, 1, 32768, 8, 1, 128),
+    "decode_b1_lk8192_h16_2_d256": Shape(1, 1, 8192, 16, 2, 256),
+    "decode_b1_lk32768_h16_2_d256": Shape(1, 1, 32768, 16, 2, 256),
     "decode_b32_lk2048_h16_2_d256": Shape(32, 1, 2048, 16, 2, 256),
     "decode_b64_lk1024_h32_32_d96": Shape(64, 1, 1024, 32, 32, 96),
     "decode_b16_lk8192_h16_16_d64": Shape(16, 1, 8192, 16, 16, 64),
@@ -235,11 +239,11 @@ def host_cost(rows: Rows) -> None:
 GRID_HEADS = ((32, 8, 128), (64, 8, 128), (28, 4, 128), (8, 1, 128), (16, 2, 256), (16, 16, 64), (32, 32, 96))
 
 
-def grid(rounds: int) -> None:
+def grid(rounds: int, batches: list[int]) -> None:
     """A line a shape; then the shapes that upstream is faster at. Device times: a seen length, no host in it."""
     slower, ratios = [], []
     for heads_q, heads_kv, head_dim in GRID_HEADS:
-        for batch in (1, 8, 64):
+        for batch in batches:
             for seqlen_k in (60, 500, 2000, 9000, 33000):
                 for mask in ("none", "static"):
                     shape = Shape(batch, 1, seqlen_k, heads_q, heads_kv, head_dim, mask)
@@ -283,8 +287,8 @@ def sweep(cases: list[str], rounds: int) -> None:
             module._loaded[key] = (launch, config, slots)
             calls = {
                 str(n): partial(s.accel, splits=n)
-                for n in sorted({max(1, round(slots * w / pairs)) for w in (0.5, 0.97, 1.45, 1.97, 2.97, 3.97)})
-                if n <= max(1, shape.seqlen_k // config.split_keys * 2)
+                for n in sorted({max(1, round(slots * w / pairs)) for w in WAVES})
+                if n <= max(1, shape.seqlen_k // config.stretch)
             }
             label = f"block {config.block} slots {config.slots} CTAs {config.ctas_per_sm} warps {config.warps}"
             for n, q in device_times(calls, len(s.k), rounds=rounds).items():
@@ -316,6 +320,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--batch", action="append", type=int, help="of the grid; default: 1, 8 and 64")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed")
@@ -324,7 +329,7 @@ def main() -> None:
         return
     if args.grid:
         with torch.no_grad():
-            grid(max(5, args.rounds // 4))
+            grid(max(5, args.rounds // 4), args.batch or [1, 8, 64])
         return
     rows = Rows(
         "benchmarks/ops/attention_decode.py", source_hash("attention", "any_decode"), f"torch {torch.__version__}"

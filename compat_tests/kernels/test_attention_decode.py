@@ -119,17 +119,53 @@ def test_up_to_16_positions_are_served_on_every_arch(arch: str, mask: str, kind:
         assert choice.config.rows == 16 * (1 if seqlen_q == 1 else 4)
 
 
+def splits_of(pairs: int, seqlen_k: int, rows: int = 4, head_dim: int = 128, sms: int = 132) -> tuple[int, int, int]:
+    """(splits, bundle, keys of a stretch) of a call on a GPU of so many SMs."""
+    c = planned.decode_config("bfloat16", head_dim, head_dim, rows, "none", False, "sm_90")
+    assert c is not None
+    partial = rows * head_dim * 4
+    slots, stretches = sms * c.ctas_per_sm, -(-seqlen_k // c.stretch)
+    splits = planned.splits_for(pairs, stretches, slots, c.ctas_per_sm, c.stretch_bytes, partial, c.threads)
+    return splits, planned.bundle_for(pairs, splits, partial, c.threads), c.stretch
+
+
 def test_splits_fill_the_gpu_and_depend_on_shapes_alone() -> None:
-    slots = 264
-    assert planned.splits_for(64, 16, slots) == 4
-    assert planned.splits_for(4096, 1, slots) == 1
-    assert planned.splits_for(COUNTERS + 1, 100, slots) == 1
-    assert planned.splits_for(8, 0, slots) == 1
+    assert splits_of(64, 4096)[0] == 4
+    assert splits_of(COUNTERS + 1, 4096)[0] == 1
+    assert splits_of(8, 128)[0] == splits_of(8, 0)[0] == 1
     for pairs in (1, 2, 3, 8, 24, 64, 100, 263, 264, 265, 300, 512, 1024):
-        for most in (1, 2, 5, 16, 130):
-            splits = planned.splits_for(pairs, most, slots)
-            fill = [pairs * s / (math.ceil(pairs * s / slots) * slots) for s in range(1, most + 1)]
-            assert 1 <= splits <= most and fill[splits - 1] >= 0.95 * max(fill)
+        for seqlen_k in (1, 60, 500, 2000, 9000, 33000, 1_000_000):
+            splits, bundle, stretch = splits_of(pairs, seqlen_k)
+            stretches = -(-seqlen_k // stretch)
+            assert 1 <= splits <= max(1, stretches // 2) and pairs * splits <= max(pairs, 4 * 264)
+            assert 1 <= bundle <= splits
+            # Where there is much to read, three quarters of the CTAs that fit have a full share, in all waves.
+            if pairs * seqlen_k >= 1_000_000 and stretches > 8:
+                room = -(-stretches // splits) * -(-pairs * splits // 264) * 264
+                assert pairs * stretches >= 0.75 * room or pairs > 132, (pairs, seqlen_k, splits)
+
+
+def test_few_pairs_get_no_more_splits_than_reading_needs() -> None:
+    """Adding a split up takes longer than the time it saves reading, unless the rows are long."""
+    assert splits_of(1, 500)[0] == 1
+    assert [splits_of(1, n, rows=8)[0] for n in (2000, 9000, 33000)] == [8, 24, 129]
+    assert [splits_of(2, n, rows=8, head_dim=256)[0] for n in (500, 2000, 9000, 33000)] == [4, 16, 29, 129]
+
+
+def test_bundles_of_partial_results() -> None:
+    """One where a CTA adds all splits up at once; two rounds of about a square root each where that takes longer."""
+    eight_rows, threads = 8 * 128 * 4, 128
+    for splits, bundle in ((1, 1), (2, 2), (16, 16), (32, 32), (129, 12), (264, 17)):
+        assert planned.bundle_for(1, splits, eight_rows, threads) == bundle
+    for pairs in (1, 3, 100, 512, 1024):
+        for splits in (1, 2, 15, 16, 17, 33, 100, 1000):
+            for partial_bytes in (256, eight_rows, 64 * 256 * 4):
+                bundle = planned.bundle_for(pairs, splits, partial_bytes, threads)
+                bundles = -(-splits // bundle)
+                assert 1 <= bundle <= splits and pairs * (bundles + (bundles > 1)) <= COUNTERS
+                assert host.partials_of(splits, bundle) == (0 if splits == 1 else splits + bundles * (bundles > 1))
+    with pytest.raises(ValueError, match="splits=2 of 1025"):
+        planned.bundle_for(COUNTERS + 1, 2, 256, threads)
 
 
 def test_masks_lose_the_dimensions_that_only_repeat() -> None:
@@ -162,7 +198,14 @@ def test_tiles_in_shared_memory(head_dim: int) -> None:
 
 
 def run_on_cpu(
-    config: DecodeConfig, ptx: str, case: DecodeCase, inputs: dict[str, Any], splits: int, late: bool, seed: int
+    config: DecodeConfig,
+    ptx: str,
+    case: DecodeCase,
+    inputs: dict[str, Any],
+    splits: int,
+    bundle: int,
+    late: bool,
+    seed: int,
 ) -> tuple[dict[str, torch.Tensor], emulate.Machine]:
     """What the kernel writes, its outputs and scratch filled with NaN before."""
     memory = emulate.Memory()
@@ -184,13 +227,14 @@ def run_on_cpu(
     parameters.append(emulate.pack_tensor(memory.place(out), out.shape[:3], [n // 2 for n in out.strides[:3]]))
     lse = np.full((batch, heads_q, seqlen_q), np.nan, np.float32)
     parameters.append(emulate.pack_tensor(memory.place(lse), lse.shape, [n // 4 for n in lse.strides[:2]]))
-    partial = batch * heads_q * seqlen_q * splits * (head_dim_v + 4) if splits > 1 else 0
+    partial = batch * heads_q * seqlen_q * host.partials_of(splits, bundle) * (head_dim_v + 4)
     scratch = np.full(COUNTERS + partial, np.nan, np.float32)
     scratch[:COUNTERS] = 0
     parameters.append(emulate.pack_tensor(memory.place(scratch), scratch.shape, ()))
     offset = {"none": seqlen_k, "top_left": 0, "bottom_right": seqlen_k - seqlen_q}[case.causal]
     parameters += [
         np.int32(splits).tobytes(),
+        np.int32(bundle).tobytes(),
         np.float32(head_dim**-0.5 * LOG2_E).tobytes(),
         np.int32(offset).tobytes(),
     ]
@@ -244,14 +288,51 @@ def test_emulated(kernel: tuple[Any, ...]) -> None:
         hide(case, inputs)
         want = case.oracle(readable(inputs))
         for late in (True, False):
-            got, machine = run_on_cpu(config, ptx, case, inputs, splits, late, number)
+            got, machine = run_on_cpu(config, ptx, case, inputs, splits, splits, late, number)
             assert machine.bank_conflicts == 0
-            infinite = torch.isinf(want["lse"])
-            assert torch.equal(torch.isinf(got["lse"]), infinite), case.name
-            assert not torch.isnan(got["out"]).any() and (got["out"][infinite] == 0).all(), case.name
-            error = (got["out"].double() - want["out"]).norm() / want["out"].norm().clamp(min=1e-30)
-            assert error < 4e-3, f"{case.name}: {error:.1e}"
-            assert ((got["lse"].double() - want["lse"])[~infinite].abs() < 1e-5).all(), case.name
+            right(case, got, want)
+
+
+def right(case: DecodeCase, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    infinite = torch.isinf(want["lse"])
+    assert torch.equal(torch.isinf(got["lse"]), infinite), case.name
+    assert not torch.isnan(got["out"]).any() and (got["out"][infinite] == 0).all(), case.name
+    error = (got["out"].double() - want["out"]).norm() / want["out"].norm().clamp(min=1e-30)
+    assert error < 4e-3, f"{case.name}: {error:.1e}"
+    assert ((got["lse"].double() - want["lse"])[~infinite].abs() < 1e-5).all(), case.name
+
+
+#: (case, splits, bundle): bundles with a tail of one and of several, of one split each, more than are read at once.
+BUNDLED = (
+    (
+        ("sm_90", 64, 64, "none"),
+        (DecodeCase(1, (2, 1), (1, 1100), 64), 15, 4),
+        (DecodeCase(1, (2, 1), (1, 2200), 64), 17, 17),
+        (DecodeCase(1, (4, 1), (4, 1300), 64, causal="bottom_right"), 33, 6),
+        (DecodeCase(1, (1, 1), (1, 600), 64), 20, 1),
+        (DecodeCase(1, (1, 1), (1, 300), 64), 2, 1),
+    ),
+    (
+        ("sm_80", 128, 128, "keys"),
+        (DecodeCase(2, (2, 1), (1, 1300), 128, mask="nothing"), 9, 3),
+        (DecodeCase(1, (2, 2), (1, 1400), 128, mask="holes"), 11, 4),
+    ),
+)
+
+
+@pytest.mark.parametrize("kernel", BUNDLED, ids=lambda kernel: "-".join(map(str, kernel[0])))
+def test_emulated_bundles(kernel: tuple[Any, ...]) -> None:
+    """Right, and the same bits whatever order the CTAs run in."""
+    (arch, head_dim, head_dim_v, mask), *cases = kernel
+    config = planned.decode_config("bfloat16", head_dim, head_dim_v, 16, mask, True, arch)
+    ptx = runtime.compile_only(runtime.Kernel("attention", "any_decode", config), archs.compile_target(arch)).ptx
+    for number, (case, splits, bundle) in enumerate(cases):
+        inputs = case.make("cpu", torch.Generator().manual_seed(number))
+        hide(case, inputs)
+        first, _ = run_on_cpu(config, ptx, case, inputs, splits, bundle, True, number)
+        right(case, first, case.oracle(readable(inputs)))
+        again, _ = run_on_cpu(config, ptx, case, inputs, splits, bundle, False, number + 100)
+        assert all(torch.equal(first[name], again[name]) for name in first), case.name
 
 
 def hide(case: DecodeCase, inputs: dict[str, Any]) -> None:
@@ -288,6 +369,17 @@ def test_cases_visit_every_kernel_feature() -> None:
     assert {c.rows for c in configs} == set(ROWS) and {c.mask for c in configs} == {"none", "keys", "rows"}
     assert {c.dtype for c in configs} == {"bfloat16", "float16"}
     assert {case.mask for case in DECODE_CASES} == set(MASKS)
+    bundled = [case for case in DECODE_CASES if case.splits is not None and bundles_of(case) > 1]
+    assert {c.mask for c in bundled} >= {"none", "holes", "nothing", "per_q"} and {c.seqlens[0] for c in bundled} >= {
+        1,
+        4,
+    }
+    assert {c.head_dim for c in bundled} == {64, 128, 256}
+
+
+def bundles_of(case: DecodeCase) -> int:
+    rows, pairs = case.heads[0] // case.heads[1] * case.seqlens[0], case.batch * case.heads[1]
+    return -(-case.splits // planned.bundle_for(pairs, case.splits, rows * case.dims[1] * 4, 128))
 
 
 @pytest.mark.parametrize("kind", MASKS[1:])

@@ -4,8 +4,9 @@ All q heads of one kv head, times the q positions, are the rows of one tile of 1
 CTA has a share of the keys of one (batch, kv head): every splits-th stretch of blocks, which spreads padding evenly.
 Inside, a group of warps has its own blocks of 16 or 32 keys, its own ring of asynchronous copies in shared memory and
 its own online softmax in fp32: groups never wait for each other before the end. There those of a CTA add up through
-shared memory, the CTAs of a (batch, kv head) through a scratch buffer: the last to arrive, found by an atomic
-counter that it resets, adds the others up in their order. One launch, and the same bits every time.
+shared memory, the CTAs of a (batch, kv head) through a scratch buffer: the last to arrive of a bundle of CTAs, found
+by an atomic counter that it resets, adds the bundle up in order, and the last of these the bundles. One launch, and the
+same bits every time.
 
 A boolean mask is read ahead, 32 blocks at a time, into one bit a key: blocks without a key to attend are never loaded.
 Keys that no row attends to are not loaded either (zeros stand for them): whatever lies there cannot reach the output.
@@ -20,18 +21,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
-from .decode_config import COUNTERS, TILE_K, TILE_M, TILE_N, WARP, DecodeConfig, swizzled
+from ..blocks import warp_mma as mma
+from .any_classify import load_byte_below
+from .decode_config import AT_ONCE, COUNTERS, TILE_K, TILE_M, TILE_N, WARP, DecodeConfig, swizzled
 
-ELEMENT = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-PTX_NAME = {"bfloat16": "bf16", "float16": "f16"}
 LN_2 = 0.6931471805599453
 ptx = cute.arch.inline_ptx
 
 
 class Decode:
-    """Traceable host function `(q, k, v, [mask], out, [lse], scratch, splits, scale * log2(e), offset, stream)`.
+    """Traceable host function
+    `(q, k, v, [mask], out, [lse], scratch, splits, bundle, scale * log2(e), offset, stream)`.
 
-    Query i sees the keys up to i + offset.
+    Query i sees the keys up to i + offset. The last of `bundle` CTAs adds their partial results up.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -48,11 +50,12 @@ class Decode:
         mO: cute.Tensor,
         mScratch: cute.Tensor,
         splits: Int32,
+        bundle: Int32,
         scale: Float32,
         offset: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, None, mO, None, mScratch, splits, scale, offset, stream)
+        self.launch(mQ, mK, mV, None, mO, None, mScratch, splits, bundle, scale, offset, stream)
 
     @cute.jit
     def with_lse(
@@ -64,11 +67,12 @@ class Decode:
         mLse: cute.Tensor,
         mScratch: cute.Tensor,
         splits: Int32,
+        bundle: Int32,
         scale: Float32,
         offset: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, None, mO, mLse, mScratch, splits, scale, offset, stream)
+        self.launch(mQ, mK, mV, None, mO, mLse, mScratch, splits, bundle, scale, offset, stream)
 
     @cute.jit
     def masked(
@@ -80,11 +84,12 @@ class Decode:
         mO: cute.Tensor,
         mScratch: cute.Tensor,
         splits: Int32,
+        bundle: Int32,
         scale: Float32,
         offset: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, mMask, mO, None, mScratch, splits, scale, offset, stream)
+        self.launch(mQ, mK, mV, mMask, mO, None, mScratch, splits, bundle, scale, offset, stream)
 
     @cute.jit
     def masked_with_lse(
@@ -97,17 +102,18 @@ class Decode:
         mLse: cute.Tensor,
         mScratch: cute.Tensor,
         splits: Int32,
+        bundle: Int32,
         scale: Float32,
         offset: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(mQ, mK, mV, mMask, mO, mLse, mScratch, splits, scale, offset, stream)
+        self.launch(mQ, mK, mV, mMask, mO, mLse, mScratch, splits, bundle, scale, offset, stream)
 
     @cute.jit
-    def launch(self, mQ, mK, mV, mMask, mO, mLse, mScratch, splits, scale, offset, stream):
+    def launch(self, mQ, mK, mV, mMask, mO, mLse, mScratch, splits, bundle, scale, offset, stream):
         c = self.config
         pairs = mK.shape[0] * mK.shape[1]
-        self.kernel(mQ, mK, mV, mMask, mO, mLse, mScratch, splits, scale, offset).launch(
+        self.kernel(mQ, mK, mV, mMask, mO, mLse, mScratch, splits, bundle, scale, offset).launch(
             grid=[pairs * splits, 1, 1],
             block=[c.threads, 1, 1],
             min_blocks_per_mp=c.ctas_per_sm,
@@ -116,7 +122,9 @@ class Decode:
         )
 
     @cute.kernel
-    def kernel(self, mQ, mK, mV, mMask, mO, mLse, mScratch, splits: Int32, scale: Float32, offset: Int32):
+    def kernel(
+        self, mQ, mK, mV, mMask, mO, mLse, mScratch, splits: Int32, bundle: Int32, scale: Float32, offset: Int32
+    ):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -245,9 +253,11 @@ class Decode:
         cute.arch.barrier()
         self.hand_over(tO, peak, total, ring_ptr, sStats, group, row, lane)
         cute.arch.barrier()
+        pairs = mK.shape[0] * mK.shape[1]
         self.finish(
-            mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid, pair, split, splits, scale, b, head_q, rows, seqlen_q
-        )
+            mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid,
+            pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q,
+        )  # fmt: skip
 
     # --- Loading ---------------------------------------------------------------------------------------------------
 
@@ -288,7 +298,7 @@ class Decode:
                     if const_expr((p + 1) * threads <= total) or index < total:
                         size = Int32(16) if bits & Uint32(1 << (i * down)) != 0 else Int32(0)
                         copy_async(slot + swizzled(r + i * down, chunk, chunks) * 16, source, size, policy)
-                    source = advance(source, stride * down)
+                    source = mma.advance(source, stride * down)
 
     @cute.jit
     def wait(self, group):
@@ -413,7 +423,7 @@ class Decode:
                 for n in cutlass.range_constexpr(reads):
                     for i in cutlass.range_constexpr(rows):
                         bits[n] = bits[n] | load_byte_below(sources[i], at, last)
-                        sources[i] = advance(sources[i], along)
+                        sources[i] = mma.advance(sources[i], along)
                     at += down
             for n in cutlass.range_constexpr(reads):
                 word = Uint32(cute.arch.vote_ballot_sync(bits[n] != 0))
@@ -449,7 +459,7 @@ class Decode:
     def load_q_fragment(self, tQ, s: cutlass.Constexpr, sQ, m_warp, lane, k_step: cutlass.Constexpr):
         chunks: cutlass.Constexpr = self.config.head_dim // 8
         r, chunk = m_warp * TILE_M + lane % 16, 2 * k_step + lane // 16
-        words = load_matrices(sQ + swizzled(r, chunk, chunks) * 16, False)
+        words = mma.load_matrices(sQ + swizzled(r, chunk, chunks) * 16, 0)
         for i in cutlass.range_constexpr(4):
             tQ[i, s] = words[i]
 
@@ -464,16 +474,20 @@ class Decode:
             if const_expr(not c.q_in_registers):
                 self.load_q_fragment(tQ, 0, sQ, m_warp, lane, s)
             a: cutlass.Constexpr = s if c.q_in_registers else 0
+            q = [tQ[i, a] for i in range(4)]
             for n in cutlass.range_constexpr(c.block // 16):
                 key, chunk = n * 16 + lane // 16 * 8 + lane % 8, 2 * s + lane // 8 % 2
-                w = load_matrices(slot + swizzled(key, chunk, chunks) * 16, False)
-                multiply(c.dtype, tS, 2 * n, tQ, a, w[0], w[1])
-                multiply(c.dtype, tS, 2 * n + 1, tQ, a, w[2], w[3])
+                w = mma.load_matrices(slot + swizzled(key, chunk, chunks) * 16, 0)
+                mma.multiply(c.dtype, tS, 16 * n, q, w[0], w[1])
+                mma.multiply(c.dtype, tS, 16 * n + 8, q, w[2], w[3])
         return tS
 
     @cute.jit
     def softmax(self, tS, tP, tO, peak, total, words, scale, lane):
-        """Online softmax over one block: scores to 16-bit weights, the row maxima, sums and the output so far."""
+        """Online softmax over one block: scores to 16-bit weights, the row maxima, sums and the output so far.
+
+        Maxima are kept as they are subtracted, scaled and rounded: factors between blocks are then exact.
+        """
         c = self.config
         tiles: cutlass.Constexpr = c.block // TILE_N
         if not cute.arch.vote_all_sync((words[0] & words[1]) == self.full):
@@ -485,13 +499,14 @@ class Decode:
                             tS[2 * i + e, n] = -Float32.inf
         factors = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
-            top = peak[i]
+            top = -Float32.inf
             for n in cutlass.range_constexpr(tiles):
                 top = cute.arch.fmax(top, cute.arch.fmax(tS[2 * i, n], tS[2 * i + 1, n]))
+            top = cute.arch.fmax(peak[i], top * scale)
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
-            shift = top * scale if top > -Float32.inf else Float32(0.0)
-            factors[i] = exp2(peak[i] * scale - shift)
+            shift = top if top > -Float32.inf else Float32(0.0)
+            factors[i] = exp2(peak[i] - shift)
             peak[i] = top
             added = Float32(0.0)
             for n in cutlass.range_constexpr(tiles):
@@ -507,7 +522,7 @@ class Decode:
             for i in cutlass.range_constexpr(4):
                 # Registers of an A operand: rows 0 and 8 of keys 0 to 7, then of keys 8 to 15.
                 tile, e = 2 * n + i // 2, i % 2 * 2
-                tP[i, n] = pack(c.dtype, tS[e, tile], tS[e + 1, tile])
+                tP[i, n] = mma.pack(c.dtype, tS[e, tile], tS[e + 1, tile])
 
     @cute.jit
     def accumulate(self, tP, tO, slot, lane):
@@ -515,11 +530,12 @@ class Decode:
         c = self.config
         chunks: cutlass.Constexpr = c.head_dim_v // 8
         for s in cutlass.range_constexpr(c.block // TILE_K):
+            p = [tP[i, s] for i in range(4)]
             for n in cutlass.range_constexpr(c.head_dim_v // 16):
                 key, chunk = s * TILE_K + lane % 16, 2 * n + lane // 16
-                w = load_matrices(slot + swizzled(key, chunk, chunks) * 16, True)
-                multiply(c.dtype, tO, 2 * n, tP, s, w[0], w[1])
-                multiply(c.dtype, tO, 2 * n + 1, tP, s, w[2], w[3])
+                w = mma.load_matrices(slot + swizzled(key, chunk, chunks) * 16, 0, transposed=True)
+                mma.multiply(c.dtype, tO, 16 * n, p, w[0], w[1])
+                mma.multiply(c.dtype, tO, 16 * n + 8, p, w[2], w[3])
 
     # --- Adding up -------------------------------------------------------------------------------------------------
 
@@ -549,13 +565,14 @@ class Decode:
 
     @cute.jit
     def finish(
-        self, mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid, pair, split, splits, scale, b, head_q, rows, seqlen_q
-    ):
-        """Add the groups up; write the output, or a partial one that the last CTA of the (batch, kv head) adds up."""
+        self, mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid,
+        pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q,
+    ):  # fmt: skip
+        """Add the groups up; write the output, or a partial one that the last CTA of a bundle adds up."""
         c = self.config
         vectors: cutlass.Constexpr = c.head_dim_v // 4
         sO = self.exchange(ring_ptr)
-        gStats, gPartial = self.partials(mScratch, pair, split, splits, rows)
+        gStats, gPartial = self.partials(mScratch, pair * splits + split, rows)
         items = rows * vectors
         acc = cute.make_rmem_tensor((4,), Float32)
         for item in cutlass.range(tid, items, c.threads, unroll=1):
@@ -563,87 +580,108 @@ class Decode:
             top = sStats[0, r, 0]
             for g in cutlass.range_constexpr(1, c.groups):
                 top = cute.arch.fmax(top, sStats[0, r, g])
-            shift = top * scale if top > -Float32.inf else Float32(0.0)
+            shift = top if top > -Float32.inf else Float32(0.0)
             summed = Float32(0.0)
             acc.fill(0.0)
             for g in cutlass.range_constexpr(c.groups):
-                weight = exp2(sStats[0, r, g] * scale - shift)
+                weight = exp2(sStats[0, r, g] - shift)
                 summed += sStats[1, r, g] * weight
                 for e in cutlass.range_constexpr(4):
                     acc[e] = acc[e] + sO[column + e, r, g] * weight
             if splits == 1:
-                self.write(mO, mLse, acc, top * scale, summed, b, head_q, r, column, seqlen_q)
+                self.write(mO, mLse, acc, top, summed, b, head_q, r, column, seqlen_q)
             else:
-                store_vector(gPartial + (Int64(r) * c.head_dim_v + column) * 4, acc)
-                if column == 0:
-                    store_pair(gStats + Int64(r) * 8, top * scale, summed)
+                self.store(gStats, gPartial, acc, top, summed, r, column)
         if splits > 1:
-            cute.arch.fence_acq_rel_gpu()
-            cute.arch.barrier()
-            if tid == 0:
-                counter = mScratch.iterator + pair
-                before = cute.arch.atomic_add(
-                    cute.recast_ptr(counter, dtype=Int32), Int32(1), sem="acq_rel", scope="gpu"
-                )
-                sFlag[0] = before
-            cute.arch.barrier()
-            if sFlag[0] == splits - 1:
-                cute.arch.fence_acq_rel_gpu()
-                self.add_splits(mO, mLse, mScratch, ring_ptr, sStats, tid, pair, splits, b, head_q, rows, seqlen_q)
-                if tid == 0:
-                    cute.make_tensor(cute.recast_ptr(mScratch.iterator + pair, dtype=Int32), cute.make_layout(1))[0] = (
-                        Int32(0)
-                    )
+            self.add_splits(
+                mO, mLse, mScratch, sFlag, tid, pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q
+            )
 
     @cute.jit
-    def partials(self, mScratch, pair, split, splits, rows):
-        """Addresses of a CTA's (log2 maximum, sum) pairs and outputs in the scratch buffer."""
+    def partials(self, mScratch, index, rows):
+        """Addresses of the (log2 maximum, sum) pairs and outputs of one partial result in the scratch buffer."""
         c = self.config
-        start = mScratch.iterator.toint() + COUNTERS * 4
-        before = Int64(pair * splits + split) * rows
-        return start + before * (c.head_dim_v + 4) * 4 + Int64(rows) * c.head_dim_v * 4, start + before * (
-            c.head_dim_v + 4
-        ) * 4
+        start = mScratch.iterator.toint() + COUNTERS * 4 + Int64(index) * rows * (c.head_dim_v + 4) * 4
+        return start + Int64(rows) * c.head_dim_v * 4, start
 
     @cute.jit
-    def add_splits(self, mO, mLse, mScratch, ring_ptr, sStats, tid, pair, splits, b, head_q, rows, seqlen_q):
-        """The last CTA of a (batch, kv head): weights of all splits by warps, a row each, then the outputs in order."""
+    def store(self, gStats, gPartial, acc, top, summed, r, column):
+        """Four elements of a row of a partial result: not divided yet."""
+        store_vector(gPartial + (Int64(r) * self.config.head_dim_v + column) * 4, acc)
+        if column == 0:
+            store_pair(gStats + Int64(r) * 8, top, summed)
+
+    @cute.jit
+    def add_splits(self, mO, mLse, mScratch, sFlag, tid, pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q):
+        """The last CTA to arrive of a bundle adds it up; of several bundles, the last one those.
+
+        Results of bundles lie behind those of all CTAs, counters of (batch, kv head)s behind those of all bundles.
+        """
+        bundles = cute.ceil_div(splits, bundle)
+        mine = split // bundle
+        source, count = pair * splits + mine * bundle, cutlass.min(bundle, splits - mine * bundle)
+        counter, target = pair * bundles + mine, pairs * splits + pair * bundles + mine
+        to_go = Int32(1) if bundles == 1 else Int32(2)
+        while to_go > 0:
+            cute.arch.barrier()
+            address = cute.recast_ptr(mScratch.iterator + counter, dtype=Int32)
+            if tid == 0:
+                # One thread's fences stand for the CTA: the barriers order the others' stores and loads around them.
+                cute.arch.fence_acq_rel_gpu()
+                sFlag[0] = cute.arch.atomic_add(address, Int32(1), sem="relaxed", scope="gpu")
+                cute.arch.fence_acq_rel_gpu()
+            cute.arch.barrier()
+            to_go -= 1
+            if sFlag[0] == count - 1:
+                self.add_up(mO, mLse, mScratch, tid, source, count, target, to_go == 0, b, head_q, rows, seqlen_q)
+                if tid == 0:
+                    cute.make_tensor(address, cute.make_layout(1))[0] = Int32(0)
+                source, count, counter = pairs * splits + pair * bundles, bundles, pairs * bundles + pair
+            else:
+                to_go = Int32(0)
+
+    @cute.jit
+    def add_up(self, mO, mLse, mScratch, tid, source, count, target, last, b, head_q, rows, seqlen_q):
+        """Sum of `count` partial results, to the output or as another one; 16 and their weights are read at once."""
         c = self.config
         vectors: cutlass.Constexpr = c.head_dim_v // 4
-        lane, warp = tid % WARP, tid // WARP
-        sWeights = cute.make_tensor(
-            cute.recast_ptr(ring_ptr, dtype=Float32), cute.make_layout((splits, c.rows), stride=(1, splits))
-        )
-        gStats, gPartial = self.partials(mScratch, pair, 0, splits, rows)
+        gStats, gPartial = self.partials(mScratch, source, rows)
+        gSumStats, gSum = self.partials(mScratch, target, rows)
         pitch = Int64(rows) * (c.head_dim_v + 4) * 4
-        for r in cutlass.range(warp, rows, c.warps, unroll=1):
-            top = -Float32.inf
-            for s in cutlass.range(lane, splits, WARP, unroll=1):
-                top = cute.arch.fmax(top, load_float(gStats + pitch * s + Int64(r) * 8))
-            for o in cutlass.range_constexpr(5):
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << o))
-            shift = top if top > -Float32.inf else Float32(0.0)
-            summed = Float32(0.0)
-            for s in cutlass.range(lane, splits, WARP, unroll=1):
-                weight = exp2(load_float(gStats + pitch * s + Int64(r) * 8) - shift)
-                sWeights[s, r] = weight
-                summed += weight * load_float(gStats + pitch * s + Int64(r) * 8 + 4)
-            for o in cutlass.range_constexpr(5):
-                summed += cute.arch.shuffle_sync_bfly(summed, offset=1 << o)
-            if lane == 0:
-                sStats[0, r, 0] = top
-                sStats[1, r, 0] = summed
-        cute.arch.barrier()
         acc = cute.make_rmem_tensor((4,), Float32)
         for item in cutlass.range(tid, rows * vectors, c.threads, unroll=1):
             r, column = item // vectors, item % vectors * 4
             acc.fill(0.0)
-            source = gPartial + (Int64(r) * c.head_dim_v + column) * 4
-            for s in cutlass.range(0, splits, 1, unroll=4):
-                values = load_vector(source + pitch * s)
+            top, summed = -Float32.inf, Float32(0.0)
+            stats = gStats + Int64(r) * 8
+            values = gPartial + (Int64(r) * c.head_dim_v + column) * 4
+            for first in cutlass.range(0, count, AT_ONCE, unroll=1):
+                tops = cute.make_rmem_tensor((AT_ONCE,), Float32)
+                sums = cute.make_rmem_tensor((AT_ONCE,), Float32)
+                parts = cute.make_rmem_tensor((4, AT_ONCE), Float32)
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    tops[i], sums[i] = load_pair_below(stats, first + i, count)
+                    part = load_vector_below(values, first + i, count)
+                    for e in cutlass.range_constexpr(4):
+                        parts[e, i] = part[e]
+                    stats, values = mma.advance(stats, pitch), mma.advance(values, pitch)
+                before = top
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    top = cute.arch.fmax(top, tops[i])
+                shift = top if top > -Float32.inf else Float32(0.0)
+                factor = exp2(before - shift)
+                summed = summed * factor
                 for e in cutlass.range_constexpr(4):
-                    acc[e] = acc[e] + values[e] * sWeights[s, r]
-            self.write(mO, mLse, acc, sStats[0, r, 0], sStats[1, r, 0], b, head_q, r, column, seqlen_q)
+                    acc[e] = acc[e] * factor
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    weight = exp2(tops[i] - shift)
+                    summed += sums[i] * weight
+                    for e in cutlass.range_constexpr(4):
+                        acc[e] = acc[e] + parts[e, i] * weight
+            if last:
+                self.write(mO, mLse, acc, top, summed, b, head_q, r, column, seqlen_q)
+            else:
+                self.store(gSumStats, gSum, acc, top, summed, r, column)
 
     @cute.jit
     def write(self, mO, mLse, acc, top, summed, b, head_q, r, column, seqlen_q):
@@ -651,8 +689,8 @@ class Decode:
         c = self.config
         h, q = r // seqlen_q, r % seqlen_q
         inverse = 1.0 / summed if summed != 0.0 else Float32(0.0)
-        low = pack(c.dtype, acc[0] * inverse, acc[1] * inverse)
-        high = pack(c.dtype, acc[2] * inverse, acc[3] * inverse)
+        low = mma.pack(c.dtype, acc[0] * inverse, acc[1] * inverse)
+        high = mma.pack(c.dtype, acc[2] * inverse, acc[3] * inverse)
         place = Int64(b) * mO.stride[0] + Int64(q) * mO.stride[1] + Int64(head_q + h) * mO.stride[2] + column
         ptx(
             "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};",
@@ -685,43 +723,6 @@ def copy_async(target, source, size, policy):
     )
 
 
-def advance(address, step):
-    """address + step, kept from being rewritten into a table of multiples."""
-    return ptx("add.s64 {$w0}, {$r0}, {$r1};", write_only_types=[Int64], read_only_args=[address, step])
-
-
-def load_matrices(address, transposed: bool):
-    """Four 8x8 matrices of 16-bit elements, one register each; lane i names row i % 8 of matrix i // 8."""
-    how = ".trans" if transposed else ""
-    return ptx(
-        f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
-
-
-def multiply(dtype: str, tC, n: int, tA, s: int, b0, b1):
-    """tC[:, n] += A[:, s] @ B, 16 x 8 x 16."""
-    kind = PTX_NAME[dtype]
-    out = ptx(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-        " {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*(tA[i, s] for i in range(4)), b0, b1, *(tC[i, n] for i in range(4))],
-    )
-    for i in range(4):
-        tC[i, n] = out[i]
-
-
-def pack(dtype: str, low, high):
-    """Two fp32 values rounded into one register, the first in its lower half."""
-    return ptx(
-        f"cvt.rn.{PTX_NAME[dtype]}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};",
-        write_only_types=[Uint32],
-        read_only_args=[low, high],
-    )
-
-
 def exp2(x):
     """2 ** x, denormals flushed; -inf gives 0."""
     return ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
@@ -732,24 +733,24 @@ def trailing_zeros(word):
     return Int32(cute.arch.popc((word & (~word + Uint32(1))) - Uint32(1)))
 
 
-def load_byte_below(address, key, last):
-    """The byte at `address` where key < last, else 0: nothing is read there."""
+def load_pair_below(address, index, count):
+    """The two floats at `address` where index < count, else what changes no maximum and no sum: nothing is read."""
     return ptx(
-        "{ .reg .pred p; setp.lt.s32 p, {$r1}, {$r2}; mov.b32 {$w0}, 0; @p ld.global.u8 {$w0}, [{$r0}]; }",
-        write_only_types=[Uint32],
-        read_only_args=[address, key, last],
+        "{ .reg .pred p; setp.lt.s32 p, {$r1}, {$r2}; mov.f32 {$w0}, 0fFF800000; mov.f32 {$w1}, 0f00000000;"
+        " @p ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}]; }",
+        write_only_types=[Float32] * 2,
+        read_only_args=[address, index, count],
     )
 
 
-def load_float(address):
-    return ptx("ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
-
-
-def load_vector(address):
+def load_vector_below(address, index, count):
+    """The four floats at `address` where index < count, else zeros: nothing is read there."""
+    zeros = " ".join(f"mov.f32 {{$w{i}}}, 0f00000000;" for i in range(4))
     return ptx(
-        "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        f"{{ .reg .pred p; setp.lt.s32 p, {{$r1}}, {{$r2}}; {zeros}"
+        " @p ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
         write_only_types=[Float32] * 4,
-        read_only_args=[address],
+        read_only_args=[address, index, count],
     )
 
 
@@ -774,7 +775,7 @@ def build(config: DecodeConfig):
             dtype, shape, stride=stride if strides else (*stride, 1), assumed_align=16 if dtype is not Uint8 else 1
         )
 
-    element = ELEMENT[c.dtype]
+    element = mma.DTYPES[c.dtype]
     batch, heads_q, heads_kv, seqlen_q, seqlen_k = (cute.sym_int32() for _ in range(5))
     q = tensor(element, batch, heads_q, seqlen_q, c.head_dim)
     k = tensor(element, batch, heads_kv, seqlen_k, c.head_dim)
@@ -789,4 +790,4 @@ def build(config: DecodeConfig):
         host = kernel.masked_with_lse if c.lse else kernel.masked
     else:
         host = kernel.with_lse if c.lse else kernel.plain
-    return host, (q, k, v, *mask, out, *lse, scratch, Int32(1), Float32(1.0), Int32(0), stream)
+    return host, (q, k, v, *mask, out, *lse, scratch, Int32(1), Int32(1), Float32(1.0), Int32(0), stream)

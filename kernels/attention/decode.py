@@ -20,7 +20,7 @@ from ..runtime.capture import capture_id
 from ..runtime.compile import Kernel, build_object, function
 from ..runtime.launch import sm_count
 from .decode_config import COUNTERS, DTYPES, HEAD_DIMS, DecodeConfig
-from .decode_plan import KERNEL, decode_config, splits_for
+from .decode_plan import KERNEL, bundle_for, decode_config, splits_for
 
 FAMILY = "attention"
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -73,11 +73,15 @@ def decode(
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         raise Decline("q, k or v does not start at a multiple of 16 bytes")
     pairs = batch * heads_kv
+    partial_bytes, threads = rows * head_dim_v * 4, config.threads
     if splits is None:
-        splits = splits_for(pairs, min(seqlen_k // config.split_keys, 4 * slots // pairs, config.max_splits), slots)
-    scratch = _scratch(index, pairs * splits * rows * (head_dim_v + 4) if splits > 1 else 0)
+        stretches = -(-seqlen_k // config.stretch)
+        splits = splits_for(pairs, stretches, slots, config.ctas_per_sm, config.stretch_bytes, partial_bytes, threads)
+    bundle = bundle_for(pairs, splits, partial_bytes, threads)
+    scratch = _scratch(index, pairs * partials_of(splits, bundle) * rows * (head_dim_v + 4))
     numbers = (
         splits,
+        bundle,
         (head_dim**-0.5 if scale is None else scale) * 1.4426950408889634,
         seqlen_k if causal == "none" else 0 if causal == "top_left" else seqlen_k - seqlen_q,
     )
@@ -87,6 +91,11 @@ def decode(
     else:
         launch(*tensors, sums, scratch, *numbers)
     return out if seqlen_dim == 1 else out.transpose(1, 2), sums
+
+
+def partials_of(splits: int, bundle: int) -> int:
+    """Partial results of a (batch, kv head): of its CTAs, and the sums of their bundles."""
+    return 0 if splits == 1 else splits if bundle >= splits else splits - splits // -bundle
 
 
 def flattened(mask: Tensor) -> tuple[str, Tensor]:

@@ -136,8 +136,13 @@ class DecodeCase:
         if self.seqlens[1] == 0:
             out = q.new_zeros(*q.shape[:3], v.shape[3])
         else:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible(inputs), scale=self.scale)
+            k, v, seen = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), self.visible(inputs)
+            # Torch's own kernels take a mask with contiguous rows only; for others it falls back to fp32 throughout.
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=None if seen is None else seen.contiguous(), scale=self.scale
+            )
+            if seen is not None:  # some of torch's backends make NaN of rows without keys
+                out = torch.where(seen.any(-1, keepdim=True), out, 0.0)
         return {"out": out, "lse": self.formula(inputs, torch.float32)["lse"]} if self.lse else {"out": out}
 
 
@@ -220,6 +225,18 @@ def _cases() -> tuple[DecodeCase, ...]:
     for splits in (1, 2, 3, 7, 33):
         made.append(replace(base, splits=splits, seqlens=(4, 2000), causal="bottom_right"))
         made.append(replace(base, splits=splits, seqlens=(1, 2000), mask="holes"))
+    long = replace(base, batch=2, seqlens=(1, 9001))
+    for splits in (17, 64, 100, 129, 300):  # many partial results: added up at once, and in bundles
+        made.append(replace(long, splits=splits, heads=(16, 2)))
+        made.append(replace(long, splits=splits, heads=(16, 2), head_dim=256))
+        made.append(replace(long, splits=splits, seqlens=(4, 9001), causal="bottom_right"))
+        made.append(replace(long, splits=splits, mask="holes", head_dim=64))
+        made.append(replace(long, splits=splits, mask="nothing"))
+    made.append(replace(long, splits=200, mask="per_q", seqlens=(4, 3000)))
+    made.append(replace(long, splits=200, mask="left", seqlens=(1, 3000), dtype=FP16))
+    for heads, head_dim in (((8, 1), 128), ((16, 2), 256), ((28, 4), 128)):
+        for seqlen_k in (9000, 33000):
+            made.append(replace(base, batch=1, heads=heads, head_dim=head_dim, seqlens=(1, seqlen_k)))
     for heads in ((1, 1), (3, 3), (32, 2), (40, 1), (64, 1)):
         made.append(replace(base, heads=heads))
     for magnitude in (8.0, 100.0):

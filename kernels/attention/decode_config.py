@@ -17,7 +17,8 @@ DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128))
 ROWS = (16, 32, 64)  #: packed rows (q heads of a group x q positions) of one CTA
 MASKS = ("none", "keys", "rows")
-COUNTERS = 1024  #: arrival counters at the head of the scratch buffer, one a (batch, kv head)
+COUNTERS = 1024  #: arrival counters at the head of the scratch buffer: of bundles of CTAs, and of (batch, kv head)s
+AT_ONCE = 16  #: partial results that a thread reads at once when it adds them up
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +112,13 @@ class DecodeConfig:
         return self.ring_bytes + self.q_bytes + self.groups * self.rows * 8 + self.notes_bytes + 16
 
     @property
-    def split_keys(self) -> int:
-        """Keys that are worth a split of their own: two blocks for each group."""
-        return 2 * self.groups * self.block
+    def stretch(self) -> int:
+        """Keys of one round of a CTA: a block for each group."""
+        return self.groups * self.block
 
     @property
-    def max_splits(self) -> int:
-        """Splits whose weights, for every packed row, fit into the ring."""
-        return self.ring_bytes // (4 * self.rows)
+    def stretch_bytes(self) -> int:
+        return self.stretch * (self.head_dim + self.head_dim_v) * 2
 
 
 def swizzled(row: Any, chunk: Any, chunks: int) -> Any:

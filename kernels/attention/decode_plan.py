@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import isqrt
 
 from accel.outcome import Choice
 
 from ..runtime import arch as archs
-from .decode_config import COUNTERS, DTYPES, HEAD_DIMS, ROWS, DecodeConfig
+from .decode_config import AT_ONCE, COUNTERS, DTYPES, HEAD_DIMS, ROWS, DecodeConfig
 from .facts import AttentionFacts
 
 KERNEL = "any_decode"
 MAX_SEQLEN_Q = 16
 MAX_SEQLEN_K = 2**30
-GOOD = 0.95  #: the fewest splits whose last wave is this full, against the fullest, are taken
+
+# What `splits_for` and `bundle_for` weigh, in bytes/us and us: an H200, and only the ratios matter.
+SM_RATE = 32.5e3  #: of all SMs at once, each
+CTA_RATE = 60e3  #: of one CTA that has the memory to itself
+HALF_RATE = 0.8  #: of that rate, with hardly a CTA an SM; all of it with all CTAs that fit
+ADD_RATE = 100e3  #: partial results out of the L2, for one SM
+ADD_LATENCY = 0.3  #: of the reads that a thread has under way at once
+ARRIVAL = 2.0  #: partial results written, the others counted, until the last of them can be read
 
 
 def choose(facts: AttentionFacts, arch: str) -> Choice | str:
@@ -73,12 +81,49 @@ def decode_config(
 
 
 @lru_cache(maxsize=4096)
-def splits_for(pairs: int, most: int, slots: int) -> int:
-    """CTAs per (batch, kv head): the fewest, up to `most`, whose waves over `slots` CTAs are nearly as full as any.
+def splits_for(
+    pairs: int, stretches: int, slots: int, ctas_per_sm: int, stretch_bytes: int, partial_bytes: int, threads: int
+) -> int:
+    """CTAs that share the `stretches` of keys of each of `pairs` (batch, kv head)s, `slots` of all of them at once.
 
-    Counters are kept for 1024 (batch, kv head) pairs; so many fill any GPU without being split.
+    Each gets two stretches or more. What reading takes, its longest CTA in every wave, and what adding up takes is
+    weighed: where few pairs share long keys a CTA more an SM reads no quicker, and is one more to add up. Counters are
+    kept for 1024 (batch, kv head) pairs; so many fill any GPU without being split.
     """
-    if pairs > COUNTERS or most <= 1:
+    if pairs > COUNTERS:
         return 1
-    full = [pairs * s / (-(-pairs * s // slots) * slots) for s in range(1, most + 1)]
-    return next(s for s, fill in enumerate(full, 1) if fill >= GOOD * max(full))
+    best, least, before = 1, float("inf"), 0
+    for splits in range(1, min(stretches // 2, 4 * slots // pairs) + 1):
+        share = -(-stretches // splits)
+        if share != before:
+            before = share
+            waves, ctas = -(-pairs * splits // slots), min(pairs * splits, slots)
+            card = SM_RATE * slots / ctas_per_sm * (HALF_RATE + (1 - HALF_RATE) * ctas / slots)
+            took = waves * share * stretch_bytes / min(CTA_RATE, card / ctas)
+            took += adding_takes(splits, bundle_for(pairs, splits, partial_bytes, threads), partial_bytes, threads)
+            if took < least:
+                best, least = splits, took
+    return best
+
+
+@lru_cache(maxsize=4096)
+def bundle_for(pairs: int, splits: int, partial_bytes: int, threads: int) -> int:
+    """How many partial results one CTA adds up: all `splits` of a pair, or about as many as then are sums to add up."""
+    if splits > 1 and pairs > COUNTERS:
+        raise ValueError(f"splits={splits} of {pairs} (batch, kv head) pairs: more than {COUNTERS} are not split")
+    root = isqrt(max(splits - 1, 0)) + 1
+    if pairs * (-(-splits // root) + 1) > COUNTERS:
+        return splits
+    return min((splits, root), key=lambda bundle: adding_takes(splits, bundle, partial_bytes, threads))
+
+
+def adding_takes(splits: int, bundle: int, partial_bytes: int, threads: int) -> float:
+    """Microseconds from the last CTA's partial result to the sum."""
+    if splits == 1:
+        return 0.0
+    bundles = -(-splits // bundle)
+    took = 0.0
+    for count in (bundle, bundles) if bundles > 1 else (splits,):
+        reads = -(-partial_bytes // (16 * threads)) * -(-count // AT_ONCE)
+        took += ARRIVAL + reads * ADD_LATENCY + count * partial_bytes / ADD_RATE
+    return took
