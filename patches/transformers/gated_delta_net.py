@@ -1,15 +1,15 @@
 """transformers.gated_delta_net: the whole GatedDeltaNet module of Qwen3-Next, Qwen3.5 (dense, MoE) and OLMo hybrid.
 
-`cls.forward` is replaced where it is one of the sources listed below (transformers 5.17 to 5.24; Qwen4 Exp and Lara
-Mini have Qwen3.5's), and the function runs as it is written there: the padding mask and the projections are upstream's
-own calls, so hooks, LoRA and quantised layers on them keep working, and between them are three launches. The
-convolution returns tokens whose channels lie next to each other, of which queries, keys and values are views; gates,
-beta and the l2 norm are part of the delta rule, which reads grouped heads as they are; the gated norm reads its gate
-where the projection left it. A new token moves both states of the cache on in place.
+`cls.forward` is replaced where it is one of the sources in gated_delta_layouts.py (transformers 5.17 to 5.24; Qwen4 Exp
+and Lara Mini have Qwen3.5's). The padding mask and the projections stay upstream's own calls, so hooks, LoRA and
+quantised layers on them keep working; between them are three launches. The convolution returns tokens whose channels
+lie next to each other, of which queries, keys and values are views; gates, beta and the l2 norm are part of the delta
+rule, which reads grouped heads as they are; the gated norm reads its gate where the projection left it. A new token
+moves both states of the cache on in place.
 
-The module asks the plans of all three families, and each kernel's certificate; if one declines, upstream's own forward
-runs, in which the targets of its functions and of its norm still serve. On a CPU they do, function by function, and
-the module declines. Forward only. In compiled code upstream's own forward is traced.
+The module asks the plans of all three families, and for each kernel's certificate; if one declines, upstream's own
+forward runs, in which the targets of its functions and of its norm still serve. So it is on a CPU: the functions are
+served there, the module declines. Forward only. In compiled code upstream's own forward is traced.
 
 Not reached: remote code, other layouts and look-alikes, which are not recognised; modules whose instance `forward`
 somebody set (kernelize); subclasses.
@@ -30,7 +30,7 @@ from accel import certificates, serve
 from accel.kernels.causal_conv1d import launch as conv
 from accel.kernels.causal_conv1d.facts import ConvFacts
 from accel.kernels.causal_conv1d.plan import plan as conv_plan
-from accel.kernels.gated_delta_rule import gated_delta_rule
+from accel.kernels.gated_delta_rule import chunk
 from accel.kernels.gated_delta_rule import launch as rule
 from accel.kernels.gated_delta_rule.facts import GatedDeltaRuleFacts
 from accel.kernels.gated_delta_rule.plan import plan as rule_plan
@@ -45,6 +45,7 @@ from accel.state import TargetState, policy
 from .. import checks, modules
 from . import recognise
 from .conv import ACTIVATIONS
+from .gated_delta_layouts import Layout, Projected, recognised
 from .linear_attention import Upstream
 from .norm import RmsNorm
 
@@ -55,104 +56,8 @@ FUNCTIONS = (
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",
 )
-#: Where the decorators of these forwards are made.
-_DECORATORS = ("transformers.integrations.accelerate", "transformers.utils.deprecation")
-_PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
-
-
-@dataclass(frozen=True, slots=True)
-class Projected:
-    """What the rule and the norm read, tokens first; views where the projections' layout allows it."""
-
-    qkv: Tensor  #: [B, T, C], contiguous: queries, keys, values
-    z: Tensor  #: the norm's gate, [B, T, HV, V] or [B, T, H, HV / H, V]
-    beta: Tensor  #: [B, T, HV], before the sigmoid
-    g: Tensor  #: [B, T, HV], before softplus
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a class arranges its projections."""
-
-    project: Callable[[Any, Tensor], Projected]
-    norm: str  #: attribute of the gated norm
-    out: str  #: attribute of the last projection
-    neg_eigval: bool = False  #: the module says whether beta is doubled
-    method: str | None = None  #: fingerprint of fix_query_key_value_ordering
-
-
-def _qwen3_next(module: Any, x: Tensor) -> Projected:
-    """Everything of a key head lies together: its query, key, values and gates, then its betas and decays."""
-    heads, heads_v = module.num_k_heads, module.num_v_heads
-    head_dim, head_dim_v, ratio = module.head_k_dim, module.head_v_dim, heads_v // heads
-    batch, tokens, _ = x.shape
-    key_dim, value_dim = heads * head_dim, heads_v * head_dim_v
-    width, channels = 2 * (head_dim + ratio * head_dim_v), 2 * key_dim + value_dim
-    grouped = _rows("in_proj_qkvz", module.in_proj_qkvz(x), batch, tokens, heads * width)
-    scalars = _rows("in_proj_ba", module.in_proj_ba(x), batch, tokens, 2 * heads_v)
-    rows, row, first = batch * tokens, heads * width, grouped.storage_offset()
-    qkv = grouped.new_empty(batch, tokens, channels)
-    qkv.as_strided((rows, 2, heads, head_dim), (channels, key_dim, head_dim, 1)).copy_(
-        grouped.as_strided((rows, 2, heads, head_dim), (row, head_dim, width, 1), first)
-    )
-    qkv.as_strided((rows, heads, ratio * head_dim_v), (channels, ratio * head_dim_v, 1), 2 * key_dim).copy_(
-        grouped.as_strided((rows, heads, ratio * head_dim_v), (row, width, 1), first + 2 * head_dim)
-    )
-    z = grouped.as_strided(
-        (batch, tokens, heads, ratio, head_dim_v),
-        (tokens * row, row, width, head_dim_v, 1),
-        first + 2 * head_dim + ratio * head_dim_v,
-    )
-    scalars = scalars.as_strided(
-        (rows, 2, heads, ratio), (2 * heads_v, ratio, 2 * ratio, 1), scalars.storage_offset()
-    ).contiguous()
-    strides = (2 * tokens * heads_v, 2 * heads_v, 1)
-    first = scalars.storage_offset()
-    beta = scalars.as_strided((batch, tokens, heads_v), strides, first)
-    return Projected(qkv, z, beta, scalars.as_strided((batch, tokens, heads_v), strides, first + heads_v))
-
-
-def _qwen3_5(module: Any, x: Tensor) -> Projected:
-    heads_v, head_dim_v = module.num_v_heads, module.head_v_dim
-    batch, tokens, _ = x.shape
-    value_dim = heads_v * head_dim_v
-    qkv = _rows("in_proj_qkv", module.in_proj_qkv(x), batch, tokens, 2 * module.key_dim + value_dim)
-    z = _rows("in_proj_z", module.in_proj_z(x), batch, tokens, value_dim)
-    beta = _rows("in_proj_b", module.in_proj_b(x), batch, tokens, heads_v)
-    g = _rows("in_proj_a", module.in_proj_a(x), batch, tokens, heads_v)
-    return Projected(qkv, z.view(batch, tokens, heads_v, head_dim_v), beta, g)
-
-
-def _olmo_hybrid(module: Any, x: Tensor) -> Projected:
-    heads_v, head_dim_v = module.num_v_heads, module.head_v_dim
-    batch, tokens, _ = x.shape
-    value_dim = heads_v * head_dim_v
-    qkv = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], dim=-1)
-    qkv = _rows("q_proj, k_proj and v_proj", qkv, batch, tokens, 2 * module.key_dim + value_dim)
-    beta = _rows("b_proj", module.b_proj(x), batch, tokens, heads_v)
-    g = _rows("a_proj", module.a_proj(x), batch, tokens, heads_v)
-    z = _rows("g_proj", module.g_proj(x), batch, tokens, value_dim)
-    return Projected(qkv, z.view(batch, tokens, heads_v, head_dim_v), beta, g)
-
-
-def _rows(name: str, y: Any, batch: int, tokens: int, size: int) -> Tensor:
-    """What a projection returned, contiguous; it may be any layer. Raises Decline where it is no such tensor."""
-    if type(y) not in checks.PLAIN or y.shape != (batch, tokens, size):
-        shape = list(y.shape) if isinstance(y, Tensor) else ""
-        raise Decline(f"{name} returned a {type(y).__name__} {shape}, not a tensor {[batch, tokens, size]}")
-    return y if y.is_contiguous() else y.contiguous()  # type: ignore[no-any-return]
-
-
-_NEXT = Layout(_qwen3_next, "norm", "out_proj", method="06cb1c915da346b3")
-_QWEN3_5 = Layout(_qwen3_5, "norm", "out_proj")
-_OLMO = Layout(_olmo_hybrid, "o_norm", "o_proj", neg_eigval=True)
-#: Fingerprints of the forwards in transformers 5.17 to 5.20, in 5.21 and 5.22, in 5.23, and in 5.24. They differ in how
-#: they ask the cache, in whether query and key heads are repeated, and in the name of the cache.
-LAYOUTS = {
-    **dict.fromkeys(("ad83f9f27978ad4e", "183abfb7e7a285eb", "bc6731436e5d7641", "a1d5bf0af72f4553"), _NEXT),
-    **dict.fromkeys(("e14e1e24499ba19a", "f27f1607a71214fd", "f9e45734c460b08c", "c248bec9f6223ff4"), _QWEN3_5),
-    **dict.fromkeys(("dfc889e4c470a09c", "d1ac368ebdb48ddf", "3b869c4bb5e61ab7", "8a54641b6dd5cc71"), _OLMO),
-}
+#: Keywords of packed sequences; upstream takes the first out, and no function is handed the second as None.
+_PACKED = ("cu_seq_lens_q", "seq_idx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +185,7 @@ class GatedDeltaNet:
         if type(module) is not self.cls:
             raise Decline(f"{type(module).__name__} is a subclass of {self.cls.__name__}")
         modules.no_global_hooks()
-        convolution = module.conv1d
-        if "_hf_hook" in convolution.__dict__:
-            raise Decline("conv1d is moved about by accelerate")
-        weight, bias, a_log, dt_bias = convolution.weight, convolution.bias, module.A_log, module.dt_bias
+        weight, bias, a_log, dt_bias = _weights(module)
         norm_weight, form, norm_activation = self._norm(module)
         conv_state, state, recording = (None, None, False) if cache is None else states(cache, module.layer_idx)
         device = checks.plain(
@@ -291,23 +193,25 @@ class GatedDeltaNet:
             conv_state=conv_state, recurrent_state=state,
         )  # fmt: skip
         _not_on_cpu(device)
-        self._shapes(module, x, weight, bias, a_log, dt_bias, conv_state, state)
+        heads, heads_v, head_dim, head_dim_v = dims = (
+            module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+        )  # fmt: skip
+        _check_shapes(dims, x, weight, bias, a_log, dt_bias)
+        single, held = x.shape[1] == 1, None
+        if conv_state is not None or state is not None:
+            held = _check_states(dims, x, conv_state, state)
+        update = single and held is not None and not recording
+        if recording and held is not None:  # the tokens that it keeps are no configuration
+            held = held[0], min(held[1], weight.shape[2])
         cast = checks.autocast_dtype(device)
         if cast is not None and cast != x.dtype:
             raise Decline(f"autocast casts {checks.dtype_name(x.dtype)} to {checks.dtype_name(cast)}")
-        single = x.shape[1] == 1
-        update = single and conv_state is not None and not recording
-        held = None
-        if conv_state is not None:
-            size = conv_state.shape[2]
-            # the tokens that a recording keeps are no configuration
-            held = checks.dtype_name(conv_state.dtype), size if update else min(size, weight.shape[2])
         name = checks.dtype_name
         facts = _facts()(
             update, single, cache is not None, name(x.dtype), name(weight.dtype), weight.shape[2], bias is not None,
-            _activation(module.activation), held, module.num_k_heads, module.num_v_heads, module.head_k_dim,
-            module.head_v_dim, state is not None, self.layout.neg_eigval and bool(module.allow_neg_eigval),
-            (name(a_log.dtype), name(dt_bias.dtype)), form, norm_activation, name(norm_weight.dtype),
+            _activation(module.activation), held, heads, heads_v, head_dim, head_dim_v, state is not None,
+            self.layout.neg_eigval and bool(module.allow_neg_eigval), (name(a_log.dtype), name(dt_bias.dtype)), form,
+            norm_activation, name(norm_weight.dtype),
             torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())),
             "cpu" if x.is_cpu else "cuda",
         )  # fmt: skip
@@ -350,11 +254,9 @@ class GatedDeltaNet:
             new_conv, new = conv_state, state
         else:  # a kernel that cannot be loaded must leave the cache as it is
             new_conv, new = conv_state.clone(), state.clone()
-        convolution = module.conv1d
-        y = conv.update(
-            projected.qkv.mT, new_conv, convolution.weight.squeeze(1), convolution.bias, facts.activation
-        )  # fmt: skip
-        out, _ = self._rule(facts, module, projected, y, new, rule.recurrent, in_place=True)
+        weight, bias, a_log, dt_bias = _weights(module)
+        y = conv.update(projected.qkv.mT, new_conv, weight.squeeze(1), bias, facts.activation)
+        out, _ = _rule(facts, projected, y, new, a_log, dt_bias, rule.recurrent, in_place=True)
         out = self._normed(facts, module, out, projected.z)
         if not loaded:
             conv_state.copy_(new_conv)
@@ -364,13 +266,13 @@ class GatedDeltaNet:
 
     def _prefill(self, facts: NetFacts, module: Any, projected: Projected, cache: Any) -> Tensor:
         """Whole sequences, or what comes after the tokens that the cache has seen."""
-        convolution, index = module.conv1d, module.layer_idx
+        index = module.layer_idx
+        weight, bias, a_log, dt_bias = _weights(module)
         conv_state, state, recording = (None, None, False) if cache is None else states(cache, index)
-        y, _ = conv.forward(
-            projected.qkv, convolution.weight.squeeze(1), convolution.bias, facts.activation, conv_state
-        )  # fmt: skip
-        compute = rule.recurrent if facts.single else gated_delta_rule
-        out, final = self._rule(facts, module, projected, y, state, compute, output_final_state=cache is not None)
+        y, _ = conv.forward(projected.qkv, weight.squeeze(1), bias, facts.activation, conv_state)
+        compute = rule.recurrent if facts.single else chunk.chunk
+        keep = cache is not None
+        out, final = _rule(facts, projected, y, state, a_log, dt_bias, compute, output_final_state=keep)
         out = self._normed(facts, module, out, projected.z)
         if cache is not None:
             size = module.conv_kernel_size
@@ -378,39 +280,6 @@ class GatedDeltaNet:
             cache.update_conv_state(seen.mT, index, conv_kernel_size=size)
             cache.update_recurrent_state(final, index)
         return out
-
-    def _rule(
-        self,
-        facts: NetFacts,
-        module: Any,
-        projected: Projected,
-        y: Tensor,
-        state: Tensor | None,
-        compute: Callable[..., Any],
-        **more: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The delta rule of the convolution's result [B, T, C], whose queries, keys and values are views."""
-        heads, heads_v, head_dim, head_dim_v = facts.n_heads, facts.n_value_heads, facts.head_dim, facts.head_dim_v
-        batch, tokens, channels = y.shape
-        first, key_dim = y.storage_offset(), heads * head_dim
-        row = (tokens * channels, channels)
-        shape, strides = (batch, tokens, heads, head_dim), (*row, head_dim, 1)
-        result: tuple[Tensor, Tensor | None] = compute(
-            y.as_strided(shape, strides, first),
-            y.as_strided(shape, strides, first + key_dim),
-            y.as_strided((batch, tokens, heads_v, head_dim_v), (*row, head_dim_v, 1), first + 2 * key_dim),
-            projected.g,
-            beta=projected.beta,
-            initial_state=state,
-            use_qk_l2norm=True,
-            use_gate=True,
-            A_log=module.A_log,
-            dt_bias=module.dt_bias,
-            use_beta_sigmoid=True,
-            allow_neg_eigval=facts.neg_eigval,
-            **more,
-        )
-        return result
 
     def _normed(self, facts: NetFacts, module: Any, out: Tensor, z: Tensor) -> Tensor:
         norm = module._modules[self.layout.norm]
@@ -455,7 +324,7 @@ class GatedDeltaNet:
 
     def _upstreams(self, held: tuple[Any, ...]) -> tuple[frozenset[str], tuple[nn.Module, ...]]:
         """Keywords with a meaning, and the functions of which Hugging Face's kernels made modules."""
-        keywords, kernelized = {*_PACKED, "cache_params"}, []
+        keywords, kernelized = {*_PACKED, "cu_seqlens", "cache_params"}, []
         for name, function in zip(FUNCTIONS, held, strict=True):
             call = serve.wrapped_call(function)
             if call is not None and call.wrapper is not function:
@@ -489,41 +358,89 @@ class GatedDeltaNet:
         assert activation is not None
         return weight, known[1].norm.form, activation
 
-    def _shapes(
-        self,
-        module: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        conv_state: Tensor | None,
-        state: Tensor | None,
-    ) -> None:
-        """Decline what does not belong together: a model split over devices, another cache."""
-        heads_v, head_dim, head_dim_v = module.num_v_heads, module.head_k_dim, module.head_v_dim
-        if x.dim() != 3 or x.shape[0] == 0 or x.shape[1] == 0:
-            raise Decline(f"hidden_states is {list(x.shape)}")
-        batch, channels = x.shape[0], 2 * module.num_k_heads * head_dim + heads_v * head_dim_v
-        if weight.dim() != 3 or weight.shape[0] != channels or weight.shape[1] != 1:
-            raise Decline(f"conv1d.weight is {list(weight.shape)}, not [{channels}, 1, W]")
-        if bias is not None and (bias.dtype != weight.dtype or list(bias.shape) != [channels]):
-            raise Decline(f"conv1d.bias is {list(bias.shape)} {bias.dtype}, the weight {weight.dtype}")
-        for name, values in (("A_log", a_log), ("dt_bias", dt_bias)):
-            if values.dim() != 1 or values.shape[0] != heads_v or not values.is_floating_point():
-                raise Decline(f"{name} is {list(values.shape)} {values.dtype}, of {heads_v} value heads")
-        if conv_state is None or state is None:
-            if conv_state is not state:
-                raise Decline("the cache has one of the two states")
-            return
-        if conv_state.dim() != 3 or conv_state.shape[0] != batch or conv_state.shape[1] != channels:
-            raise Decline(f"the conv state is {list(conv_state.shape)}, hidden_states {list(x.shape)}")
-        if state.shape != (batch, heads_v, head_dim, head_dim_v) or not state.is_contiguous():
-            raise Decline(f"the recurrent state is {list(state.shape)} with strides {state.stride()}")
-        if state.dtype != torch.float32:
-            raise Decline(f"the recurrent state is {state.dtype}, not torch.float32")
-        if state.is_inference() and not torch.is_inference_mode_enabled():
-            raise Decline("the cache was made in inference mode, outside of which it cannot be written to")
+
+def _weights(module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(conv1d.weight, conv1d.bias, A_log, dt_bias), as upstream reads them; nn.Module's getattr is slow."""
+    convolution, parameters = module._modules.get("conv1d"), module._parameters
+    if convolution is None or "_hf_hook" in convolution.__dict__:
+        raise Decline("conv1d is moved about by accelerate" if convolution is not None else "conv1d is no module")
+    own = convolution._parameters
+    weight, bias = own.get("weight"), own.get("bias")
+    if weight is None:  # an adapter's or a parametrization's
+        weight, bias = convolution.weight, convolution.bias
+    a_log, dt_bias = parameters.get("A_log"), parameters.get("dt_bias")
+    if a_log is None or dt_bias is None:
+        raise Decline(f"{'A_log' if a_log is None else 'dt_bias'} is no parameter of the module's own")
+    return weight, bias, a_log, dt_bias
+
+
+def _check_shapes(
+    dims: tuple[int, int, int, int], x: Tensor, weight: Tensor, bias: Tensor | None, a_log: Tensor, dt_bias: Tensor
+) -> None:
+    """Decline what does not belong together, such as a module split over devices."""
+    heads, heads_v, head_dim, head_dim_v = dims
+    shape = x.shape
+    if len(shape) != 3 or not shape[0] or not shape[1]:
+        raise Decline(f"hidden_states is {list(shape)}")
+    channels, shape = 2 * heads * head_dim + heads_v * head_dim_v, weight.shape
+    if len(shape) != 3 or shape[0] != channels or shape[1] != 1:
+        raise Decline(f"conv1d.weight is {list(shape)}, not [{channels}, 1, W]")
+    if bias is not None and (bias.dtype != weight.dtype or list(bias.shape) != [channels]):
+        raise Decline(f"conv1d.bias is {list(bias.shape)} {bias.dtype}, the weight {weight.dtype}")
+    wanted = (heads_v,)
+    if a_log.shape != wanted or dt_bias.shape != wanted:
+        raise Decline(f"A_log is {list(a_log.shape)}, dt_bias {list(dt_bias.shape)}, of {heads_v} value heads")
+
+
+def _check_states(
+    dims: tuple[int, int, int, int], x: Tensor, conv_state: Tensor | None, state: Tensor | None
+) -> tuple[str, int]:
+    """(dtype, tokens) of the conv state. Raises Decline for states that are not this module's, or not writable."""
+    heads, heads_v, head_dim, head_dim_v = dims
+    if conv_state is None or state is None:
+        raise Decline("the cache has one of the two states")
+    batch, shape = x.shape[0], conv_state.shape
+    if len(shape) != 3 or shape[0] != batch or shape[1] != 2 * heads * head_dim + heads_v * head_dim_v:
+        raise Decline(f"the conv state is {list(shape)}, hidden_states {list(x.shape)}")
+    if state.shape != (batch, heads_v, head_dim, head_dim_v) or not state.is_contiguous():
+        raise Decline(f"the recurrent state is {list(state.shape)} with strides {state.stride()}")
+    if state.dtype != torch.float32:
+        raise Decline(f"the recurrent state is {state.dtype}, not torch.float32")
+    if state.is_inference() and not torch.is_inference_mode_enabled():
+        raise Decline("the cache was made in inference mode, outside of which it cannot be written to")
+    return checks.dtype_name(conv_state.dtype), shape[2]
+
+
+def _rule(
+    facts: NetFacts,
+    projected: Projected,
+    y: Tensor,
+    state: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    compute: Callable[..., tuple[Tensor, Tensor | None]],
+    **more: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule of the convolution's result [B, T, C], whose queries, keys and values are views."""
+    heads, heads_v, head_dim, head_dim_v = facts.n_heads, facts.n_value_heads, facts.head_dim, facts.head_dim_v
+    batch, tokens, channels = y.shape
+    first, key_dim, row = y.storage_offset(), heads * head_dim, tokens * channels
+    shape, strides = (batch, tokens, heads, head_dim), (row, channels, head_dim, 1)
+    return compute(
+        y.as_strided(shape, strides, first),
+        y.as_strided(shape, strides, first + key_dim),
+        y.as_strided((batch, tokens, heads_v, head_dim_v), (row, channels, head_dim_v, 1), first + 2 * key_dim),
+        projected.g,
+        beta=projected.beta,
+        initial_state=state,
+        use_qk_l2norm=True,
+        use_gate=True,
+        A_log=a_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid=True,
+        allow_neg_eigval=facts.neg_eigval,
+        **more,
+    )
 
 
 def states(cache: Any, index: int) -> tuple[Tensor | None, Tensor | None, bool]:
@@ -567,19 +484,6 @@ def _activation(name: Any) -> str | None:
 def _not_on_cpu(device: torch.device) -> None:
     if device.type == "cpu":
         raise Decline("CPU tensors: the module's functions are served one by one")
-
-
-def recognised(cls: type) -> tuple[Layout, FunctionType] | None:
-    """The layout of a class whose own forward is one of the known sources, and that forward undecorated."""
-    found = recognise.fingerprint(vars(cls).get("forward"), _DECORATORS)
-    layout = None if found is None else LAYOUTS.get(found[0])
-    if found is None or layout is None:
-        return None
-    if layout.method is not None:
-        ordering = recognise.fingerprint(vars(cls).get("fix_query_key_value_ordering"))
-        if ordering is None or ordering[0] != layout.method:
-            return None
-    return layout, found[1]
 
 
 def patch(module: ModuleType, state: TargetState) -> Iterable[Rebinding]:
