@@ -29,6 +29,7 @@ KERNELS = {
     "benchmarks/ops/attention_decode.py": {"any_decode"},
     "benchmarks/ops/attention_masks.py": {"sm90_fwd", "any_classify"},
     "benchmarks/ops/gated_delta_rule.py": {"any_recurrent"},
+    "benchmarks/ops/gated_delta_rule_chunk.py": {"sm90_fwd"},
     "benchmarks/ops/causal_conv1d.py": {"any_fwd", "any_update"},
 }
 #: Result files that are not named like their kernel family.
