@@ -216,13 +216,23 @@ def config_of(
 
 def common_configs() -> Iterator[ChunkConfig]:
     """What models' layers call: FLA's raw gates with states [V, K], and transformers' log decays with states [K, V]."""
-    raw = ("bfloat16", "bfloat16", "float32", "float32")
-    activated = ("float32", "bfloat16", None, None)
-    for head_dim, head_dim_v in ((64, 64), (128, 128), (256, 512)):
+    layers = (
+        ((128, 128), True, None),
+        ((128, 128), True, "float32"),
+        ((128, 128), False, "float32"),
+        ((256, 512), True, None),
+        ((256, 512), True, "float32"),
+    )
+    for (head_dim, head_dim_v), raw, final in layers:
+        scalars = ("bfloat16", "bfloat16", "float32", "float32") if raw else ("float32", "bfloat16", None, None)
         for width in sorted({chunk_config.warpgroups(head_dim, head_dim_v, n, 132) for n in (1, 1 << 20)}):
-            for v_first, scalars in ((True, raw), (False, activated)):
-                for final in (None, "float32"):
-                    yield ChunkConfig(
-                        head_dim, head_dim_v, "bfloat16", *scalars, None, final, v_first, True,
-                        "sigmoid" if v_first else "plain", None, width, chunk_config.stages(head_dim, width),
-                    )  # fmt: skip
+            yield ChunkConfig(
+                head_dim, head_dim_v, "bfloat16", *scalars, None, final, raw, True, "sigmoid" if raw else "plain",
+                None, width, chunk_config.stages(head_dim, width),
+            )  # fmt: skip
+
+
+def described(c: ChunkConfig) -> str:
+    layer = "raw gates, state [V, K]" if c.v_first else "log decays, state [K, V]"
+    kept = "final state" if c.final else "no final state"
+    return f"{CHUNKED} K={c.head_dim} V={c.head_dim_v}, {layer}, {kept}, {c.warpgroups} warpgroups (sm_90)"

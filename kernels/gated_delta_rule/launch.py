@@ -19,7 +19,7 @@ from ..runtime.compile import Kernel, build_object, function
 from ..runtime.tensors import INDEX_NAMES, NAMES, aligned_rows, dtype_name, reachable
 from .config import COLUMNS, HEAD_DIMS, VECTOR, RecurrentConfig
 from .facts import GatedDeltaRuleFacts
-from .plan import FAMILY, RECURRENT, plan
+from .plan import CHUNKED, FAMILY, RECURRENT, plan
 
 MANY = 2048  #: warps of a launch from which CTAs have four of them; below, one, so that every SM gets some
 _loaded: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -205,8 +205,10 @@ def _flat(t: Tensor) -> Tensor:
 def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, thunk that compiles into the disk cache) for what models' layers call, on a target's archs.
 
-    Other dtypes and options compile on first use, in under a second.
+    Other dtypes and options compile on first use, the recurrent kernel in under a second.
     """
+    from . import chunk  # which imports the plan as this module does, and is of no use to decoding
+
     for arch in archs.archs_of(target):
         for config in common_configs(arch):
             layer = "raw gates, state [V, K]" if config.v_first else "log decays, state [K, V]"
@@ -215,6 +217,9 @@ def builds(target: str) -> Iterator[tuple[str, Callable[[], object]]]:
                 f"{name} {config.warps} warps ({arch})",
                 partial(build_object, Kernel(FAMILY, RECURRENT, config), target),
             )
+        if arch == "sm_90":
+            for chunked in chunk.common_configs():
+                yield chunk.described(chunked), partial(build_object, Kernel(FAMILY, CHUNKED, chunked), target)
 
 
 def common_configs(arch: str) -> Iterator[RecurrentConfig]:
