@@ -109,6 +109,11 @@ def workspace_bytes(slots: int, sequences: int, heads_v: int, head_dim: int, hea
 
 
 def warpgroups(head_dim: int, head_dim_v: int, chains: int, sms: int) -> int:
-    """Of a CTA of the scan: two, which share what they read, once there are enough chains to fill the card so."""
-    wide = head_dim <= 128 and head_dim_v % (2 * SLICE) == 0
-    return 2 if wide and chains * (head_dim_v // (2 * SLICE)) >= sms else 1
+    """Of a CTA of the scan: two where the chains then take fewer turns on the card, for they share what they read.
+
+    A chunk takes two warpgroups, which wait for each other's loads, about a third longer than one.
+    """
+    if head_dim > 128 or head_dim_v % (2 * SLICE):
+        return 1
+    ctas = chains * (head_dim_v // (2 * SLICE))
+    return 2 if 4 * -(-ctas // sms) < 3 * -(-2 * ctas // sms) else 1
