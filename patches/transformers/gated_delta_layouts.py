@@ -7,7 +7,7 @@ hash that is blind to comments, formatting and annotations.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -39,6 +39,7 @@ class Layout:
     out: str  #: attribute of the last projection
     neg_eigval: bool = False  #: the module says whether beta is doubled
     method: str | None = None  #: fingerprint of fix_query_key_value_ordering
+    whole_cache: bool = False  #: it goes by whether the cache's last layer has seen tokens, not its own
 
 
 def _qwen3_next(module: Any, x: Tensor) -> Projected:
@@ -113,7 +114,8 @@ _DECORATORS = ("transformers.integrations.accelerate", "transformers.utils.depre
 LAYOUTS = {
     **dict.fromkeys(("ad83f9f27978ad4e", "183abfb7e7a285eb", "bc6731436e5d7641", "a1d5bf0af72f4553"), _NEXT),
     **dict.fromkeys(("e14e1e24499ba19a", "f27f1607a71214fd", "f9e45734c460b08c", "c248bec9f6223ff4"), _QWEN3_5),
-    **dict.fromkeys(("dfc889e4c470a09c", "d1ac368ebdb48ddf", "3b869c4bb5e61ab7", "8a54641b6dd5cc71"), _OLMO),
+    "dfc889e4c470a09c": replace(_OLMO, whole_cache=True),
+    **dict.fromkeys(("d1ac368ebdb48ddf", "3b869c4bb5e61ab7", "8a54641b6dd5cc71"), _OLMO),
 }
 
 

@@ -200,6 +200,8 @@ class GatedDeltaNet:
         single, held = x.shape[1] == 1, None
         if conv_state is not None or state is not None:
             held = _check_states(dims, x, conv_state, state)
+        if self.layout.whole_cache and cache is not None and cache.has_previous_state() != (held is not None):
+            raise Decline("the cache's last layer has not seen the tokens that this one has, or the other way round")
         update = single and held is not None and not recording
         if recording and held is not None:  # the tokens that it keeps are no configuration
             held = held[0], min(held[1], weight.shape[2])
