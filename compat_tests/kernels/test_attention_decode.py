@@ -335,6 +335,18 @@ def test_emulated_bundles(kernel: tuple[Any, ...]) -> None:
         assert all(torch.equal(first[name], again[name]) for name in first), case.name
 
 
+def test_large_scores_leave_one_key_exactly() -> None:
+    """Scores of a million, where rounding scale times a maximum loses a sixteenth: every row is a row of v."""
+    config = planned.decode_config("bfloat16", 64, 64, 16, "none", True, "sm_90")
+    ptx = runtime.compile_only(runtime.Kernel("attention", "any_decode", config), archs.compile_target("sm_90")).ptx
+    case = DecodeCase(1, (8, 1), (2, 700), 64, magnitude=1000.0)
+    inputs = case.make("cpu", torch.Generator().manual_seed(0))
+    got, _ = run_on_cpu(config, ptx, case, inputs, 3, 2, True, 0)
+    want = case.oracle(inputs)
+    assert torch.equal(got["out"], want["out"].bfloat16())
+    assert ((got["lse"].double() - want["lse"]) / want["lse"]).abs().max() < 1e-6
+
+
 def hide(case: DecodeCase, inputs: dict[str, Any]) -> None:
     """NaN in every key and value that no row of its kv head sees."""
     seen = case.visible(inputs)

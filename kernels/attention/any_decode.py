@@ -256,7 +256,7 @@ class Decode:
         pairs = mK.shape[0] * mK.shape[1]
         self.finish(
             mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid,
-            pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q,
+            pairs, pair, split, splits, bundle, scale, b, head_q, rows, seqlen_q,
         )  # fmt: skip
 
     # --- Loading ---------------------------------------------------------------------------------------------------
@@ -486,7 +486,8 @@ class Decode:
     def softmax(self, tS, tP, tO, peak, total, words, scale, lane):
         """Online softmax over one block: scores to 16-bit weights, the row maxima, sums and the output so far.
 
-        Maxima are kept as they are subtracted, scaled and rounded: factors between blocks are then exact.
+        Maxima are subtracted before anything is scaled: a multiply-add rounds scale times the maximum, which is seen in
+        16-bit weights of large scores.
         """
         c = self.config
         tiles: cutlass.Constexpr = c.block // TILE_N
@@ -499,19 +500,18 @@ class Decode:
                             tS[2 * i + e, n] = -Float32.inf
         factors = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
-            top = -Float32.inf
+            top = peak[i]
             for n in cutlass.range_constexpr(tiles):
                 top = cute.arch.fmax(top, cute.arch.fmax(tS[2 * i, n], tS[2 * i + 1, n]))
-            top = cute.arch.fmax(peak[i], top * scale)
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
             shift = top if top > -Float32.inf else Float32(0.0)
-            factors[i] = exp2(peak[i] - shift)
+            factors[i] = exp2((peak[i] - shift) * scale)
             peak[i] = top
             added = Float32(0.0)
             for n in cutlass.range_constexpr(tiles):
                 for e in cutlass.range_constexpr(2):
-                    tS[2 * i + e, n] = exp2(tS[2 * i + e, n] * scale - shift)
+                    tS[2 * i + e, n] = exp2((tS[2 * i + e, n] - shift) * scale)
                     added += tS[2 * i + e, n]
             total[i] = total[i] * factors[i] + added
         if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
@@ -566,7 +566,7 @@ class Decode:
     @cute.jit
     def finish(
         self, mO, mLse, mScratch, ring_ptr, sStats, sFlag, tid,
-        pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q,
+        pairs, pair, split, splits, bundle, scale, b, head_q, rows, seqlen_q,
     ):  # fmt: skip
         """Add the groups up; write the output, or a partial one that the last CTA of a bundle adds up."""
         c = self.config
@@ -584,22 +584,22 @@ class Decode:
             summed = Float32(0.0)
             acc.fill(0.0)
             for g in cutlass.range_constexpr(c.groups):
-                weight = exp2(sStats[0, r, g] - shift)
+                weight = exp2((sStats[0, r, g] - shift) * scale)
                 summed += sStats[1, r, g] * weight
                 for e in cutlass.range_constexpr(4):
                     acc[e] = acc[e] + sO[column + e, r, g] * weight
             if splits == 1:
-                self.write(mO, mLse, acc, top, summed, b, head_q, r, column, seqlen_q)
+                self.write(mO, mLse, acc, top, summed, scale, b, head_q, r, column, seqlen_q)
             else:
                 self.store(gStats, gPartial, acc, top, summed, r, column)
         if splits > 1:
             self.add_splits(
-                mO, mLse, mScratch, sFlag, tid, pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q
+                mO, mLse, mScratch, sFlag, tid, pairs, pair, split, splits, bundle, scale, b, head_q, rows, seqlen_q
             )
 
     @cute.jit
     def partials(self, mScratch, index, rows):
-        """Addresses of the (log2 maximum, sum) pairs and outputs of one partial result in the scratch buffer."""
+        """Addresses of the (maximum, sum) pairs and outputs of one partial result in the scratch buffer."""
         c = self.config
         start = mScratch.iterator.toint() + COUNTERS * 4 + Int64(index) * rows * (c.head_dim_v + 4) * 4
         return start + Int64(rows) * c.head_dim_v * 4, start
@@ -612,7 +612,9 @@ class Decode:
             store_pair(gStats + Int64(r) * 8, top, summed)
 
     @cute.jit
-    def add_splits(self, mO, mLse, mScratch, sFlag, tid, pairs, pair, split, splits, bundle, b, head_q, rows, seqlen_q):
+    def add_splits(
+        self, mO, mLse, mScratch, sFlag, tid, pairs, pair, split, splits, bundle, scale, b, head_q, rows, seqlen_q
+    ):
         """The last CTA to arrive of a bundle adds it up; of several bundles, the last one those.
 
         Results of bundles lie behind those of all CTAs, counters of (batch, kv head)s behind those of all bundles.
@@ -633,7 +635,9 @@ class Decode:
             cute.arch.barrier()
             to_go -= 1
             if sFlag[0] == count - 1:
-                self.add_up(mO, mLse, mScratch, tid, source, count, target, to_go == 0, b, head_q, rows, seqlen_q)
+                self.add_up(
+                    mO, mLse, mScratch, tid, source, count, target, to_go == 0, scale, b, head_q, rows, seqlen_q
+                )
                 if tid == 0:
                     cute.make_tensor(address, cute.make_layout(1))[0] = Int32(0)
                 source, count, counter = pairs * splits + pair * bundles, bundles, pairs * bundles + pair
@@ -641,7 +645,7 @@ class Decode:
                 to_go = Int32(0)
 
     @cute.jit
-    def add_up(self, mO, mLse, mScratch, tid, source, count, target, last, b, head_q, rows, seqlen_q):
+    def add_up(self, mO, mLse, mScratch, tid, source, count, target, last, scale, b, head_q, rows, seqlen_q):
         """Sum of `count` partial results, to the output or as another one; 16 and their weights are read at once."""
         c = self.config
         vectors: cutlass.Constexpr = c.head_dim_v // 4
@@ -669,22 +673,22 @@ class Decode:
                 for i in cutlass.range_constexpr(AT_ONCE):
                     top = cute.arch.fmax(top, tops[i])
                 shift = top if top > -Float32.inf else Float32(0.0)
-                factor = exp2(before - shift)
+                factor = exp2((before - shift) * scale)
                 summed = summed * factor
                 for e in cutlass.range_constexpr(4):
                     acc[e] = acc[e] * factor
                 for i in cutlass.range_constexpr(AT_ONCE):
-                    weight = exp2(tops[i] - shift)
+                    weight = exp2((tops[i] - shift) * scale)
                     summed += sums[i] * weight
                     for e in cutlass.range_constexpr(4):
                         acc[e] = acc[e] + parts[e, i] * weight
             if last:
-                self.write(mO, mLse, acc, top, summed, b, head_q, r, column, seqlen_q)
+                self.write(mO, mLse, acc, top, summed, scale, b, head_q, r, column, seqlen_q)
             else:
                 self.store(gSumStats, gSum, acc, top, summed, r, column)
 
     @cute.jit
-    def write(self, mO, mLse, acc, top, summed, b, head_q, r, column, seqlen_q):
+    def write(self, mO, mLse, acc, top, summed, scale, b, head_q, r, column, seqlen_q):
         """Four elements of an output row; a row without keys is zeros and its log-sum-exp -inf."""
         c = self.config
         h, q = r // seqlen_q, r % seqlen_q
@@ -697,7 +701,7 @@ class Decode:
             read_only_args=[mO.iterator.toint() + place * 2, low, high],
         )
         if const_expr(c.lse):
-            self.write_lse(mLse, top, summed, b, head_q + h, q, column)
+            self.write_lse(mLse, top * scale, summed, b, head_q + h, q, column)
 
     @cute.jit
     def write_lse(self, mLse, top, summed, b, head, q, column):
