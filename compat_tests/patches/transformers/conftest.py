@@ -5,13 +5,115 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
-FOLDERS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+import accel
+from accel import serve
+from accel.state import STATES
+
+TARGET, SEED, HIDDEN = "transformers.gated_delta_net", 20261201, 48
+STATE = STATES[TARGET]
+CLASSES = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextGatedDeltaNet"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5GatedDeltaNet"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeGatedDeltaNet"),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridGatedDeltaNet"),
+}
+
+
+class Nets:
+    """Single GatedDeltaNet layers, caches for them, and calls with the target on."""
+
+    @staticmethod
+    def module_of(folder: str) -> Any:
+        return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+
+    @staticmethod
+    def cls_of(folder: str) -> Any:
+        return getattr(Nets.module_of(folder), CLASSES[folder][1])
+
+    @staticmethod
+    def config_of(folder: str, **options: Any) -> Any:
+        given = {
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "layer_types": ["linear_attention", "full_attention"],
+            "pad_token_id": 0,
+        }
+        return getattr(importlib.import_module("transformers"), CLASSES[folder][0])(**given | options)
+
+    @staticmethod
+    def layer_of(folder: str = "qwen3_5", **options: Any) -> Any:
+        print("seed", SEED)
+        torch.manual_seed(SEED)
+        return Nets.cls_of(folder)(Nets.config_of(folder, **options), 0).eval().requires_grad_(False)
+
+    @staticmethod
+    def inputs(tokens: int = 7, batch: int = 2) -> torch.Tensor:
+        return torch.randn(batch, tokens, HIDDEN, generator=torch.Generator().manual_seed(SEED))
+
+    @staticmethod
+    def cache_of(layer: Any, folder: str = "qwen3_5", tokens: int = 5) -> Any:
+        """A cache that has seen some tokens, upstream's way."""
+        cache = DynamicCache(config=Nets.config_of(folder))
+        with torch.no_grad():
+            layer(Nets.inputs(tokens) + 1, cache)
+        return cache
+
+    @staticmethod
+    def held(cache: Any) -> list[torch.Tensor]:
+        layer = cache.layers[0]
+        return [x.clone() for x in (layer.conv_states[0], layer.recurrent_states[0]) if x is not None]
+
+    @staticmethod
+    def on(folder: str = "qwen3_5") -> serve.ServedCall:
+        accel.accelerate(TARGET)
+        STATE.reset_counters()
+        call = serve.wrapped_call(Nets.cls_of(folder).forward, STATE)
+        assert call is not None
+        return call
+
+    @staticmethod
+    def same(layer: Any, *args: Any, expected: str, **kwargs: Any) -> None:
+        """The call declines for the reason and is upstream's, result or error, bit for bit."""
+
+        def run() -> Any:
+            try:
+                return layer(*args, **kwargs)
+            except Exception as error:
+                return type(error), str(error)
+
+        theirs = run()
+        Nets.on()
+        ours = run()
+        assert STATE.declined == {expected: 1} and not STATE.served
+        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
+
+
+@pytest.fixture
+def nets() -> type[Nets]:
+    return Nets
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """What a test made of plans, certificates and kernels stays in it."""
+    yield
+    for wrapper in STATE.wrappers.values():
+        call = wrapper.__accel__  # type: ignore[attr-defined]
+        for memory in (call.plans, call.quarantined, call.adapter._loaded):
+            memory.clear()
 
 
 def _own(held: Any) -> Any:
@@ -27,7 +129,7 @@ def torch_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the modules hold where FLA and causal_conv1d are not installed, made by transformers' own decorator."""
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
-    for folder in FOLDERS:
+    for folder in CLASSES:
         module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
         for name, spoken in (
             ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"),
