@@ -22,6 +22,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from ..blocks import scheduler, softmax
 from ..blocks import warp_mma as mma
+from . import any_classify
 from .mask_config import BLOCK, TILE
 from .sm80_config import TILE_M, Sm80Config
 
@@ -244,12 +245,7 @@ class AttentionForward:
         """Which tile_n keys a step is about."""
         if const_expr(listed is None):
             return step
-        parts: cutlass.Constexpr = TILE // self.config.tile_n
-        gList, full, end = listed
-        place = step // parts
-        if step >= full:
-            place += gList.shape[0] - end // parts
-        return gList[place] * parts + step % parts
+        return any_classify.key_tile(listed[0], step, listed[1], listed[2], self.config.tile_n)
 
     # --- The ring --------------------------------------------------------------------------------------------------
 
@@ -468,22 +464,10 @@ def build(config: Sm80Config):
     stride = (cute.sym_int64(), cute.sym_int64(), 1)
     lse = cute.runtime.make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), stride=stride, assumed_align=4)
     if config.kind == "mask":
-        lists = lists_of(batch, heads_q)
+        lists = any_classify.stand_ins(batch, heads_q)
         if config.lse:
             return kernel.masked_with_lse, (q, k, v, out, lse, *lists, Float32(1.0), stream)
         return kernel.masked_without_lse, (q, k, v, out, *lists, Float32(1.0), stream)
     if not config.lse:
         return kernel.without_lse, (q, k, v, out, *numbers, stream)
     return kernel.with_lse, (q, k, v, out, lse, *numbers, stream)
-
-
-def lists_of(batch, heads_q):
-    """Stand-ins for counts, lists and bits."""
-    blocks, tiles = cute.sym_int32(), cute.sym_int32()
-    shapes = ((batch, heads_q, blocks, 2), (batch, heads_q, blocks, tiles), (batch, heads_q, blocks, tiles, BLOCK, 4))
-    return [
-        cute.runtime.make_fake_tensor(
-            Int32, shape, stride=(*(cute.sym_int64() for _ in shape[1:]), 1), assumed_align=16 if len(shape) == 6 else 4
-        )
-        for shape in shapes
-    ]
