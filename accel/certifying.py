@@ -93,13 +93,18 @@ def certify(
 
     `arch`: the dispatch architecture whose kernels are meant, where it is not the device's own: an older class, which
     then runs compiled for this device. `seed` starts the seeds; without it every run draws its own. `progress` is
-    called with (case name, its result or why it was skipped). Raises ValueError for an unknown family and RuntimeError
-    without a GPU.
+    called with (case name, its result or why it was skipped). A device file that no plan chooses has no certificate of
+    its own: it counts as the source of those that import it. Raises ValueError for an unknown family or kernel and
+    RuntimeError without a GPU.
     """
     chosen = [name.partition(".") for name in (families() if names is None else names)]
     unknown = [family for family, _, _ in chosen if family not in families()]
     if unknown:
         raise ValueError(f"no kernel family {', '.join(map(repr, unknown))} to certify; there is {_listed(families())}")
+    for family, _, kernel in chosen:
+        known = [path.stem for path in device_files(kernels_folder(), family)]
+        if kernel and kernel not in known:
+            raise ValueError(f"no kernel {kernel!r} in {family} to certify; there is {_listed(known)}")
     if device is None:
         if not torch.cuda.is_available():
             raise RuntimeError("certificates are made on the GPU they are for, and torch finds no CUDA device here")
@@ -387,7 +392,7 @@ def command(arguments: argparse.Namespace) -> int:
             return 2
     made = [certificate for family in found for certificate in family.certificates]
     if not made:
-        console.print("no kernel was exercised, so nothing was certified")
+        console.print("no case's plan chose such a kernel here, so nothing was certified")
         return 2
     for certificate in made:
         verdict = "[green]certified[/]" if certificate.failure is None else "[red]failed[/]"

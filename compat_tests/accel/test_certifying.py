@@ -377,9 +377,17 @@ def test_one_kernel_of_a_family(family: types.ModuleType) -> None:
     assert [(c.kernel, c.cases) for c in found.certificates] == [("any_wide_bwd", ("wide",))]
 
 
-def test_unknown_families_and_no_gpu(family: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_no_plan_chooses_has_no_certificate(family: types.ModuleType) -> None:
+    family.CASES = (Case("plain"),)  # type: ignore[attr-defined]
+    (found,) = certifying.certify(["made_up.any_wide_bwd"], device="cpu", rounds=1)
+    assert found.certificates == [] and found.results == []
+
+
+def test_unknown_families_and_kernels_and_no_gpu(family: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no kernel family 'nrom' to certify; there is made_up"):
         certifying.certify(["nrom"], device="cpu")
+    with pytest.raises(ValueError, match="no kernel 'fwd' in made_up to certify; there is any_bwd, any_fwd"):
+        certifying.certify(["made_up.fwd"], device="cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="no CUDA device"):
         certifying.certify()
