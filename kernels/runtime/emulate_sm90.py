@@ -225,7 +225,7 @@ class HopperMachine(Machine):
     _op_barrier = _op_bar
 
     def _op_stmatrix(self, parts, o):  # type: ignore[no-untyped-def]
-        address = self._address(o[0])
+        address, transposed = self._address(o[0]), "trans" in parts
         registers = [self._read(n.strip(), "b32") for n in o[1].strip("{}").split(",")]
 
         def run(warp: _Warp, active: np.ndarray) -> None:
@@ -233,6 +233,7 @@ class HopperMachine(Machine):
             for i, register in enumerate(registers):
                 rows = [self._span(warp, "shared", int(a), 16).view(np.uint16) for a in at[8 * i : 8 * i + 8]]
                 words = register(warp).view(np.uint16).reshape(8, 8)
+                words = words.T if transposed else words
                 for row, values in zip(rows, words, strict=True):
                     row[:] = values
 
