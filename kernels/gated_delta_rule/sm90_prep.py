@@ -55,7 +55,7 @@ class Prep:
         self.dtype = wgmma.DTYPES[config.dtype]
         self.width = 128 if config.head_dim_v % 128 == 0 else 64  #: value columns that are loaded at once
         self.slices = config.head_dim_v // self.width
-        self.stages = 1 if self.slices == 1 else 2
+        self.stages = 2 if self.slices > 1 and config.head_dim <= 128 else 1  # of V; two CTAs an SM must fit
 
     def layouts(self):
         """Shared memory of K and Q, of V, and of P."""
@@ -104,7 +104,7 @@ class Prep:
         self.kernel(*atoms, mG, mBeta, mA, mBias, mTable, mVec, scale, heads, group).launch(
             grid=[mTable.shape[0] * heads, 1, 1],
             block=[THREADS, 1, 1],
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=3 if c.head_dim <= 128 else 2,
             preferred_smem_carveout=100,
             use_pdl=c.overlap,
             stream=stream,
@@ -196,7 +196,7 @@ class Prep:
         # Of the 16 x 16 blocks of a tile, by ldmatrix and stmatrix: the lane's row and chunk of 16 bytes.
         place = warp * (BLOCK * 2 * ATOM) + lane % BLOCK * (2 * ATOM) + ((lane // BLOCK ^ lane % 8) << 4)
         square = squares + warp * SQUARE_BYTES
-        raw = self.raw_gate(gates, thread, Int32(0))
+        self.gate(gates, thread, Int32(0), vectors, totals)
         zero = warp_mma.anew(Int32(0))
         for column in cutlass.range_constexpr(0, CHUNK, BLOCK):
             store_matrices(warp_mma.flipped(tile_p + place, 2 * column), [zero] * 4)
@@ -223,10 +223,8 @@ class Prep:
         mma_t = wgmma.product(self.dtype, ATOM, b_rows_contiguous=True, a_in_registers=True)
         for j in cutlass.range(group, unroll=1):
             if j % 2 == 0:
-                local, total = self.local_sums(raw, gates, thread, j, totals)
                 cute.arch.barrier()
-                self.vectors_of(local, total, raw, gates, thread, j, vectors, totals, mVec, entry)
-                raw = self.raw_gate(gates, thread, j + 2)
+                self.factors(gates, thread, j, vectors, totals, mVec, entry)
             cute.arch.barrier()
             here = vectors + j % 2 * (HEAD_ROWS * CHUNK * 4)
             sums = totals + j % 2 * (BLOCKS * 4)
@@ -249,18 +247,16 @@ class Prep:
             elif warp == 2:
                 self.right_factors(2, square, pairs, lane)
             cute.arch.barrier()
-            inverse = wgmma.accumulator(mma, CHUNK)
-            inverse.fill(0.0)
+            rW, rU = wgmma.a_registers(mma_t, CHUNK), wgmma.a_registers(mma_t, CHUNK)
+            words = (words_of(rW), words_of(rU))
             if warp == 0:
-                self.inverse_rows(0, inverse, square, pairs, lane)
+                self.inverse_rows(0, words, here, square, pairs, lane)
             elif warp == 1:
-                self.inverse_rows(1, inverse, square, pairs, lane)
+                self.inverse_rows(1, words, here, square, pairs, lane)
             elif warp == 2:
-                self.inverse_rows(2, inverse, square, pairs, lane)
+                self.inverse_rows(2, words, here, square, pairs, lane)
             else:
-                self.inverse_rows(3, inverse, square, pairs, lane)
-            rW = self.scaled(mma_t, inverse, here + OF_W * CHUNK * 4, lane)
-            rU = self.scaled(mma_t, inverse, here + OF_U * CHUNK * 4, lane)
+                self.inverse_rows(3, words, here, square, pairs, lane)
             for i in cutlass.range_constexpr(c.head_dim // ATOM):
                 store_tile(tile_q + place + i * ATOM_BYTES, self.times(mma_t, rW, sK, i))
             for s in cutlass.range_constexpr(self.slices):
@@ -268,10 +264,10 @@ class Prep:
                 stage = number % self.stages
                 cute.arch.mbarrier_wait(bars + (2 + stage), number // self.stages % 2)
                 tile = tile_v + place + stage * (2 * CHUNK * self.width)
-                new = [self.times(mma_t, rU, sV[None, None, stage], i) for i in range(self.width // ATOM)]
-                cute.arch.barrier()  # V has been read; U takes its place
                 for i in cutlass.range_constexpr(self.width // ATOM):
-                    store_tile(tile + i * ATOM_BYTES, new[i])
+                    new = self.times(mma_t, rU, sV[None, None, stage], i)
+                    cute.arch.barrier()  # these columns of V have been read; U takes their place
+                    store_tile(tile + i * ATOM_BYTES, new)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier()
                 if warp == 0:
@@ -282,78 +278,69 @@ class Prep:
                     store(stores[3], stores[5][None, None, stage], gU)
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     self.load_v(loads, number + self.stages)
+            if j % 2 == 1 and j + 1 < group:
+                self.gate(gates, thread, j + 1, vectors, totals)
 
     # --- Gates and norms -------------------------------------------------------------------------------------------
 
     @cute.jit
-    def raw_gate(self, gates, thread: Int32, j: Int32):
-        """(g, beta) as given of the thread's token, for value head j of the group or, from thread 64 on, the next."""
+    def gate(self, gates, thread: Int32, j: Int32, vectors: Int32, totals: Int32):
+        """What of the gate needs no key, of value head j of the group and, for threads from 64 on, the next: the sum of
+        the log2 decays of the token's block of 16 up to the token, that of each block, and beta."""
         c = self.config
-        mG, mBeta, _, _, first, group, row, rows = gates
-        token, head = thread % CHUNK, first + cutlass.min(j + thread // CHUNK, group - 1)
+        mG, mBeta, mA, mBias, first, group, row, rows = gates
+        token, which = thread % CHUNK, thread // CHUNK
+        head = first + cutlass.min(j + which, group - 1)
         g, beta = Float32(0.0), Float32(0.0)
         if token < rows:
             at = Int64(row + token) * mG.stride[0] + Int64(head) * mG.stride[1]
             g = load_number(mG.iterator.toint() + at * WIDTH[c.g_dtype], c.g_dtype)
             at = Int64(row + token) * mBeta.stride[0] + Int64(head) * mBeta.stride[1]
             beta = load_number(mBeta.iterator.toint() + at * WIDTH[c.beta_dtype], c.beta_dtype)
-        return g, beta
-
-    @cute.jit
-    def local_sums(self, raw, gates, thread: Int32, j: Int32, totals: Int32):
-        """Sum of the log2 decays of the token's block of 16 up to the token, and of the whole block."""
-        c = self.config
-        _, _, mA, mBias, first, group, _, rows = gates
-        g = raw[0]
-        if const_expr(c.a_dtype is not None):
-            head = first + cutlass.min(j + thread // CHUNK, group - 1)
-            rate = exp(load_number(mA.iterator.toint() + Int64(head) * WIDTH[c.a_dtype], c.a_dtype))
-            if const_expr(c.bias_dtype is not None):
-                g += load_number(mBias.iterator.toint() + Int64(head) * WIDTH[c.bias_dtype], c.bias_dtype)
-            g = -rate * softplus(g)
-        g = g * LOG2_E
-        g = Float32(FLOOR) if g < FLOOR else g  # a comparison, which keeps a NaN
-        if thread % CHUNK >= rows:
-            g = Float32(0.0)
+            if const_expr(c.a_dtype is not None):
+                rate = exp(load_number(mA.iterator.toint() + Int64(head) * WIDTH[c.a_dtype], c.a_dtype))
+                if const_expr(c.bias_dtype is not None):
+                    g += load_number(mBias.iterator.toint() + Int64(head) * WIDTH[c.bias_dtype], c.bias_dtype)
+                g = -rate * softplus(g)
+            g = g * LOG2_E
+            g = Float32(FLOOR) if g < FLOOR else g  # a comparison, which keeps a NaN
+            if const_expr(c.beta != "plain"):
+                beta = (2.0 if const_expr(c.beta == "twice_sigmoid") else 1.0) / (1.0 + exp(-beta))
         lane = thread % 32
         for i in cutlass.range_constexpr(4):
             before = cute.arch.shuffle_sync(g, cutlass.max(lane - (1 << i), 0))
             if lane % BLOCK >= 1 << i:
                 g += before
-        total = cute.arch.shuffle_sync(g, lane | (BLOCK - 1))
-        if lane % BLOCK == 0:
-            store_float(totals + thread // BLOCK * 4, total)
-        return g, total
+        if lane % BLOCK == BLOCK - 1:
+            store_float(totals + thread // BLOCK * 4, g)
+        to = vectors + (which * (HEAD_ROWS * CHUNK) + token) * 4
+        store_float(to + LOCAL * CHUNK * 4, g)
+        store_float(to + OF_U * CHUNK * 4, beta)
 
     @cute.jit
-    def vectors_of(self, local, total, raw, gates, thread: Int32, j: Int32, vectors: Int32, totals: Int32, mVec, entry):
-        """What the products with the tokens of two value heads are scaled with."""
-        c = self.config
-        group, rows = gates[5], gates[7]
+    def factors(self, gates, thread: Int32, j: Int32, vectors: Int32, totals: Int32, mVec, entry: Int32):
+        """What the products of a token of two value heads are scaled with, here and in the scan."""
         token, which = thread % CHUNK, thread // CHUNK
-        beta = raw[1]
-        if const_expr(c.beta != "plain"):
-            beta = (2.0 if const_expr(c.beta == "twice_sigmoid") else 1.0) / (1.0 + exp(-beta))
-        if token >= rows:
-            beta = Float32(0.0)
+        to = vectors + (which * (HEAD_ROWS * CHUNK) + token) * 4
+        (local,) = load_floats(to + LOCAL * CHUNK * 4, 1)
+        (beta,) = load_floats(to + OF_U * CHUNK * 4, 1)
         sums = load_floats(totals + which * (BLOCKS * 4), BLOCKS)
-        before, behind, block = Float32(0.0), Float32(0.0), token // BLOCK
+        before, behind, total, block = Float32(0.0), Float32(0.0), sums[0], token // BLOCK
         for i in cutlass.range_constexpr(BLOCKS):
             if i < block:
                 before += sums[i]
+            if i == block:
+                total = sums[i]
             if i > block:
                 behind += sums[i]
         (rk,) = load_floats(vectors + (RK * CHUNK + token) * 4, 1)
         (rq,) = load_floats(vectors + (RQ * CHUNK + token) * 4, 1)
         gamma = exp2(local + before)
         last = exp2((sums[0] + sums[1]) + (sums[2] + sums[3]))
-        to = vectors + (which * (HEAD_ROWS * CHUNK) + token) * 4
-        store_float(to + LOCAL * CHUNK * 4, local)
         store_float(to + ROW * CHUNK * 4, beta * rk)
         store_float(to + COLUMN * CHUNK * 4, exp2(total - local) * rk)
         store_float(to + OF_W * CHUNK * 4, -beta * gamma * rk)
-        store_float(to + OF_U * CHUNK * 4, beta)
-        if j + which < group:
+        if j + which < gates[5]:
             address = mVec.iterator.toint() + (Int64(entry + j + which) * (VECTORS * CHUNK) + token) * 4
             for i, x in enumerate((rq * gamma, exp2(total - local + behind) * rk, last)):
                 ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address + i * CHUNK * 4, x])
@@ -456,8 +443,8 @@ class Prep:
             multiply_pairs(acc, a, load_pairs(at))
             store_pairs(at, [-x for x in acc])
 
-    def inverse_rows(self, w: cutlass.Constexpr, inverse, square: Int32, pairs: Int32, lane: Int32):
-        """Blocks of row w of T, from the diagonal to the left."""
+    def inverse_rows(self, w: cutlass.Constexpr, words, here: Int32, square: Int32, pairs: Int32, lane: Int32):
+        """Row w of blocks of T, from the diagonal to the left, its columns scaled for W and for U, as left operands."""
         block = []
         for half in range(2):
             for r in range(2):
@@ -465,28 +452,23 @@ class Prep:
                     at = (lane % 4 * 2 + a + 8 * half) * PITCH + lane // 4 + 8 * r
                     block += load_floats(square + at * 4, 1)
         found = {}
-        for j in range(w, -1, -1):
+        for j in range(BLOCKS - 1, -1, -1):
             if j < w:
                 block = [Float32(0.0)] * 8
                 for other in range(w, j, -1):
                     multiply_pairs(block, found[other], load_pairs(pairs + slot_of(other, j) + lane * 16))
-            for i in range(8):
-                inverse[8 * j + i] = block[i]
-            if j > 0:
+            if 0 < j <= w:
                 found[j] = as_pairs(block)
-
-    @cute.jit
-    def scaled(self, mma, inverse, factors: Int32, lane: Int32):
-        """The inverse with its columns times factors, as a left operand."""
-        columns = cute.make_rmem_tensor_like(inverse)
-        for i in cutlass.range_constexpr(CHUNK // 8):
-            x = load_floats(factors + lane % 4 * 8 + i * 32, 2)
-            for r in cutlass.range_constexpr(2):
-                for a in cutlass.range_constexpr(2):
-                    columns[a + 2 * r + 4 * i] = inverse[a + 2 * r + 4 * i] * x[a]
-        operand = wgmma.a_registers(mma, CHUNK)
-        wgmma.round_to(columns, operand)
-        return operand
+            for half in range(2):
+                for to, which in zip(words, (OF_W, OF_U), strict=True):
+                    if j <= w:
+                        x = load_floats(here + lane % 4 * 8 + (which * CHUNK + BLOCK * j + 8 * half) * 4, 2)
+                    for r in range(2):
+                        i = 4 * half + 2 * r
+                        word = Uint32(0)
+                        if j <= w:
+                            word = warp_mma.pack(self.config.dtype, block[i] * x[0], block[i + 1] * x[1])
+                        to[4 * j + 2 * half + r] = word
 
     @cute.jit
     def times(self, mma, a, tile, part: cutlass.Constexpr):
@@ -523,6 +505,13 @@ def store(atom, smem: cute.Tensor, gmem: cute.Tensor):
 def slot_of(row: int, column: int) -> int:
     """Offset of a block below the diagonal among the pairs."""
     return (row * (row - 1) // 2 + column) * PAIR_BYTES
+
+
+def words_of(registers: cute.Tensor) -> cute.Tensor:
+    """16-bit registers as words."""
+    return cute.make_tensor(
+        cute.recast_ptr(registers.iterator, dtype=Uint32), cute.make_layout(cute.size(registers) // 2)
+    )
 
 
 def select(condition, value):
