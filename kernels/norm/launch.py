@@ -17,6 +17,7 @@ from accel.outcome import Choice, Decline, Declined
 
 from ..runtime import arch as archs
 from ..runtime.compile import Kernel, build_object, function
+from ..runtime.interned import interned
 from ..runtime.launch import collapse_rows, sm_count
 from ..runtime.tensors import ALIGNMENT, NAMES, aligned, dtype_name
 from .config import FORMS, BwdConfig
@@ -38,25 +39,27 @@ class Loaded:
 
 
 _loaded: dict[tuple[Any, ...], Loaded] = {}
+_facts = interned(NormFacts)
 
 
 def facts_of(
     x: Tensor, weight: Tensor, gate: Tensor | None, form: str, activation: str | None, grad: bool
 ) -> NormFacts:
     """The facts of a call, from metadata alone: fake tensors do."""
-    hidden = x.shape[-1] if x.dim() else 0
-    return NormFacts(
-        n_rows=x.numel() // hidden if hidden else 0,
-        hidden=hidden,
-        dtype=dtype_name(x),
-        weight_dtype=dtype_name(weight),
-        form=form,
-        activation=activation,
-        gate_dtype=None if gate is None else dtype_name(gate),
-        needs_grad=grad,
-        device_type=x.device.type,
-        row_levels=row_levels(x, gate),
-        weight_shape=None if weight.dim() == 1 and weight.shape[0] == hidden else tuple(weight.shape),
+    shape, weight_shape = x.shape, weight.shape
+    hidden = shape[-1] if shape else 0
+    return _facts()(
+        x.numel() // hidden if hidden else 0,
+        hidden,
+        dtype_name(x),
+        dtype_name(weight),
+        form,
+        activation,
+        None if gate is None else dtype_name(gate),
+        grad,
+        "cuda" if x.is_cuda else x.device.type,
+        row_levels(x, gate),
+        None if len(weight_shape) == 1 and weight_shape[0] == hidden else tuple(weight_shape),
     )
 
 
