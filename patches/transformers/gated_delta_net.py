@@ -453,7 +453,11 @@ def states(cache: Any, index: int) -> tuple[Tensor | None, Tensor | None, bool]:
     if not _own(type(cache), "Cache", _CACHE_METHODS):
         raise Decline(f"{type(cache).__name__} keeps states in a way of its own")
     layers = cache.layers
-    if index >= len(layers) or not _own(type(layers[index]), "LinearAttentionLayer", _LAYER_METHODS):
+    if (
+        type(index) is not int
+        or index >= len(layers)
+        or not _own(type(layers[index]), "LinearAttentionLayer", _LAYER_METHODS)
+    ):
         raise Decline(f"layer {index} of the cache has no states of linear attention")
     layer = layers[index]
     if not layer.has_previous_state[0]:

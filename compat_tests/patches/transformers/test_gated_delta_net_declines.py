@@ -438,6 +438,14 @@ def test_caches_that_are_declined(nets: Any, change: Callable[[Any], None], expe
 
 
 @UPSTREAM
+def test_a_layer_without_a_number(nets: Any) -> None:
+    layer = nets.layer_of()
+    layer.layer_idx = None
+    expected = "layer None of the cache has no states of linear attention"
+    nets.same(layer, nets.inputs(), DynamicCache(config=nets.config_of("qwen3_5")), expected=expected)
+
+
+@UPSTREAM
 def test_a_cache_of_inference_mode_outside_of_it(nets: Any) -> None:
     layer = nets.layer_of()
     with torch.inference_mode():
