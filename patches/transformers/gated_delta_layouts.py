@@ -25,7 +25,7 @@ class Projected:
     """What the rule and the norm read, tokens first; views where the projections' layout allows it."""
 
     qkv: Tensor  #: [B, T, C], contiguous: queries, keys, values
-    z: Tensor  #: the norm's gate, [B, T, HV, V] or [B, T, H, HV / H, V]
+    z: Tensor  #: the norm's gate, [B T HV, V], or [B, T, H, HV / H, V] where it is a view
     beta: Tensor  #: [B, T, HV], before the sigmoid
     g: Tensor  #: [B, T, HV], before softplus
 
@@ -64,6 +64,8 @@ def _qwen3_next(module: Any, x: Tensor) -> Projected:
         (tokens * row, row, width, head_dim_v, 1),
         first + 2 * head_dim + ratio * head_dim_v,
     )
+    if tokens == 1:  # the host takes longer to describe a view of two strides to the norm than to copy a few rows
+        z = z.contiguous().view(-1, head_dim_v)
     scalars = scalars.as_strided(
         (rows, 2, heads, ratio), (2 * heads_v, ratio, 2 * ratio, 1), scalars.storage_offset()
     ).contiguous()
@@ -81,7 +83,7 @@ def _qwen3_5(module: Any, x: Tensor) -> Projected:
     z = _rows("in_proj_z", module.in_proj_z(x), batch, tokens, value_dim)
     beta = _rows("in_proj_b", module.in_proj_b(x), batch, tokens, heads_v)
     g = _rows("in_proj_a", module.in_proj_a(x), batch, tokens, heads_v)
-    return Projected(qkv, z.view(batch, tokens, heads_v, head_dim_v), beta, g)
+    return Projected(qkv, z.view(-1, head_dim_v), beta, g)
 
 
 def _olmo_hybrid(module: Any, x: Tensor) -> Projected:
@@ -93,7 +95,7 @@ def _olmo_hybrid(module: Any, x: Tensor) -> Projected:
     beta = _rows("b_proj", module.b_proj(x), batch, tokens, heads_v)
     g = _rows("a_proj", module.a_proj(x), batch, tokens, heads_v)
     z = _rows("g_proj", module.g_proj(x), batch, tokens, value_dim)
-    return Projected(qkv, z.view(batch, tokens, heads_v, head_dim_v), beta, g)
+    return Projected(qkv, z.view(-1, head_dim_v), beta, g)
 
 
 def _rows(name: str, y: Any, batch: int, tokens: int, size: int) -> Tensor:

@@ -287,7 +287,7 @@ class GatedDeltaNet:
         norm = module._modules[self.layout.norm]
         meaning = self._norms[type(norm)][1].norm
         return rms_norm_gated(
-            out if z.dim() == 4 else out.view(z.shape),
+            out.view(z.shape),
             z,
             norm._parameters[meaning.weight],
             eps=getattr(norm, meaning.eps),
