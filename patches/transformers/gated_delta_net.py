@@ -214,7 +214,7 @@ class GatedDeltaNet:
             _activation(module.activation), held, heads, heads_v, head_dim, head_dim_v, state is not None,
             self.layout.neg_eigval and bool(module.allow_neg_eigval), (name(a_log.dtype), name(dt_bias.dtype)), form,
             norm_activation, name(norm_weight.dtype),
-            torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())),
+            checks.needs_grad(x, conv_state, state, *(module.parameters() if torch.is_grad_enabled() else ())),
             "cpu" if x.is_cpu else "cuda",
         )  # fmt: skip
         return facts, device
@@ -235,6 +235,8 @@ class GatedDeltaNet:
         projected = self.layout.project(module, x)
         if projected.qkv.dtype != x.dtype or projected.z.dtype != x.dtype:
             raise Decline(f"projections of {x.dtype} return {projected.qkv.dtype} and {projected.z.dtype}")
+        if checks.needs_grad(projected.qkv, projected.z, projected.beta, projected.g):
+            raise Decline("a gradient is needed of what a projection returned")
         if facts.update:
             y = self._update(facts, module, projected, cache.layers[module.layer_idx])
         else:

@@ -246,7 +246,6 @@ def test_what_the_families_decline(nets: Any, fake_cuda: Any, certified: None) -
 
     assert "dtype=float64" in declined(torch.float64)
     assert "for sm_75" in declined(arch="sm_75")
-    assert "sm_100" in declined(arch="sm_100")
     assert "head_dim=32" in declined(linear_key_head_dim=32)
     assert "width=5" in declined(linear_conv_kernel_dim=5)
     assert "value heads=3 is not a multiple" in declined(linear_num_value_heads=3)

@@ -319,6 +319,21 @@ def test_projections_that_return_something_else(nets: Any) -> None:
     nets.same(layer, x, expected="projections of torch.float32 return torch.float32 and torch.float64")
 
 
+@UPSTREAM
+def test_gradients_of_what_is_no_parameter_of_the_module(nets: Any) -> None:
+    layer, x = nets.layer_of(), nets.inputs()
+    added = torch.ones(96, requires_grad=True)
+    layer.in_proj_z.register_forward_hook(lambda module, args, out: out + added)
+    want = torch.autograd.grad(layer(x).sum(), added)
+    nets.on()
+    got = torch.autograd.grad(layer(x).sum(), added)
+    assert STATE.declined == {"a gradient is needed of what a projection returned": 1}
+    assert torch.equal(got[0], want[0])
+    with torch.no_grad():
+        layer(x)
+    assert sum(STATE.served.values()) == 1
+
+
 # --- Caches ---------------------------------------------------------------------------------------------------------
 
 
