@@ -19,6 +19,7 @@ SLICE = 64  #: value columns of one warpgroup of the scan
 MAX_HEAD_DIM_V = 512
 DTYPES = ("bfloat16", "float16")
 VECTORS = 3  #: rows of fp32 numbers of an entry
+VECTORS_TILE = 1024  #: bytes they take in shared memory, where rows of 128 bytes come in eights
 TABLE_COLUMNS = 4  #: int32 numbers of an entry of either table
 SMEM = 227 * KIB
 
@@ -60,7 +61,7 @@ class ChunkConfig:
             ("beta", self.beta, BETAS),
             ("packed", self.packed, (None, *INDEX_DTYPES)),
             ("warpgroups", self.warpgroups, (1, 2)),
-            ("stages", self.stages, (1, 2, 3, 4)),
+            ("stages", self.stages, (2, 3, 4)),
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
@@ -86,14 +87,24 @@ class ChunkConfig:
     @property
     def stage_bytes(self) -> int:
         """What a chunk brings to a CTA of the scan: W, K, Q, P, the CTA's columns of U, and the vectors."""
-        return 2 * CHUNK * (3 * self.head_dim + CHUNK + self.columns) + VECTORS * CHUNK * 4
+        return _stage_bytes(self.head_dim, self.columns)
+
+    @property
+    def in_turn(self) -> bool:
+        """The scan takes a chunk after the other: the state leaves no registers for two."""
+        return self.head_dim > 128
 
 
 def stages(head_dim: int, warpgroups: int = 1) -> int:
-    """As many stages as leave room for an output tile of each warpgroup, at most four."""
-    stage = 2 * CHUNK * (3 * head_dim + CHUNK + SLICE * warpgroups) + VECTORS * CHUNK * 4
-    room = SMEM - 2 * KIB - 2 * CHUNK * SLICE * warpgroups
-    return max(1, min(4, room // stage))
+    """As many stages as leave room for an output tile of each warpgroup where it has its own, at most four."""
+    room = SMEM - KIB  # barriers
+    if head_dim <= 128:
+        room -= 2 * CHUNK * SLICE * warpgroups
+    return min(4, room // _stage_bytes(head_dim, SLICE * warpgroups))
+
+
+def _stage_bytes(head_dim: int, columns: int) -> int:
+    return 2 * CHUNK * (3 * head_dim + CHUNK + columns) + VECTORS_TILE
 
 
 def slots(total: int, sequences: int, packed: bool) -> int:

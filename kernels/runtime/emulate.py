@@ -155,10 +155,11 @@ class Machine:
 
     @staticmethod
     def _split(body: str) -> Iterator[str]:
-        """Statements; braces at the start of one open a scope, which means nothing here, others are vectors."""
+        """Statements; braces at the start of one, labels aside, open a scope, which means nothing here; others are
+        vectors."""
         at, depth = "", 0
         for char in body:
-            if (char == "{" and not at.strip()) or (char == "}" and depth == 0):
+            if (char == "{" and at.strip()[-1:] in ("", ":")) or (char == "}" and depth == 0):
                 continue
             depth += (char == "{") - (char == "}")
             if char == ";":
@@ -329,13 +330,13 @@ class Machine:
         return self._compute(o[0], (parts[-1], "u32"), o[1:], lambda a, n: shift(a, n, np.right_shift))
 
     def _op_shf(self, parts, o):  # type: ignore[no-untyped-def]
-        if parts[:2] != ["r", "wrap"]:
+        if parts[0] not in "lr" or parts[1] != "wrap":
             raise EmulationError(f"shf.{'.'.join(parts)} is not modelled")
         wide = np.uint64
 
         def funnel(low: np.ndarray, high: np.ndarray, n: np.ndarray) -> np.ndarray:
-            pair = low.astype(wide) | high.astype(wide) << wide(32)
-            return (pair >> (n & np.uint32(31)).astype(wide)).astype(np.uint32)
+            pair, by = low.astype(wide) | high.astype(wide) << wide(32), (n & np.uint32(31)).astype(wide)
+            return (pair >> by if parts[0] == "r" else pair << by >> wide(32)).astype(np.uint32)
 
         return self._compute(o[0], ("u32",) * 3, o[1:], funnel)
 
