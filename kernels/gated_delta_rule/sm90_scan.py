@@ -299,7 +299,6 @@ class Scan:
     @cute.jit
     def inside(self, operands, where, stage: Int32):
         """From the products with the state in flight to the last two, U K and U P, in flight."""
-        c = self.config
         mma, mma_s, _, _, rP, rK, acc_s, acc_u, acc_o, _, rU, rD = operands
         after = self.vector(where, stage, 1)
         wgmma.wait(1)
@@ -367,13 +366,10 @@ class Scan:
         if stores:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         tile = stage * self.config.warpgroups + warpgroup
+        address += stage * (self.config.warpgroups * CHUNK * ROW)
         roles.sync_warpgroup(warpgroup)
         for block in cutlass.range_constexpr(CHUNK // 16):
-            store_matrices(
-                address + stage * (self.config.warpgroups * CHUNK * ROW),
-                block * 16 * ROW,
-                [words[4 * block + i] for i in range(4)],
-            )
+            store_matrices(address, block * 16 * ROW, [words[4 * block + i] for i in range(4)])
         cute.arch.fence_proxy("async.shared", space="cta")
         roles.sync_warpgroup(warpgroup)
         if stores:
