@@ -23,7 +23,7 @@ NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.
 
 def config(head_dim: int = 128, head_dim_v: int = 128, dtype: str = "bfloat16", **options: object) -> ChunkConfig:
     plain = {"g_dtype": "float32", "beta_dtype": "float32", "a_dtype": None, "bias_dtype": None, "beta": "plain"}
-    rest = {"initial": None, "final": None, "v_first": False, "l2norm": True, "packed": None, "stages": 1}
+    rest = {"initial": None, "final": None, "v_first": False, "l2norm": True, "packed": None, "stages": 2}
     return ChunkConfig(head_dim, head_dim_v, dtype, **{**plain, **rest, **options})  # type: ignore[arg-type]
 
 
