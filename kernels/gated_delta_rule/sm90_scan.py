@@ -6,14 +6,15 @@ what `sm90_prep` made of a chunk of 64 tokens (W is its mW, which holds minus W)
     U^T = U0^T + S^T W^T,  O^T = (S^T Q^T) diag(vec0) + U^T P^T,  S^T <- gamma S^T + (U^T diag(vec1)) K
 
 where every left operand is an accumulator rounded to 16 bits, in registers: nothing that the next chunk waits for goes
-through shared memory. The order of the products is S W, S Q, U K, U P, so that U is rounded while S Q runs, S while
-U P runs, and the next chunk's U0 is read under U K.
+through shared memory. The order of the products is S W, S Q, U K, U P, so that U is rounded while S Q runs, and the
+next chunk's U0 is read under U K and U P. None is in flight at the head of the loop: the assembler cannot tell there
+which of them a wait covers, and would wait for all, or after each.
 
 A producer warp fills a ring of chunks. Sequences are segments to the copy engine: what lies behind an end is read as
 zero and not written.
 
-With 256 channels the state alone has 128 registers a thread, and the next chunk waits for this one's last product. Its
-output takes U's place in shared memory, without which two stages would not fit.
+With 256 channels the state alone has 128 registers a thread and is rounded in pieces. The output takes U's place in
+shared memory, without which two stages would not fit, and is stored before the next chunk begins.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from ..blocks.warp_mma import load_matrices, pack
 from ..blocks.words import ELEMENT, as_word, load_number, store_words, unpack
 from . import chunk_table
 from .chunk_config import CHUNK, SLICE, TABLE_COLUMNS, VECTORS, VECTORS_TILE, ChunkConfig
+from .sm90_prep import load_floats
 
 ptx = cute.arch.inline_ptx
 #: The fp32 vectors of a chunk as a tile of 16-bit elements: 6 rows of 64, and 2 of zeros that fill a swizzled atom.
 VECTOR_ROWS, VECTOR_COLUMNS = 2 * VECTORS, 64
 ATOM_ROWS = 8
 ROW = 128  #: bytes of a row of 64 elements, and of a row of the vectors' tile
-PIECE = 64  #: channels of the state that are rounded, and multiplied, at a time
+PIECE = 64  #: channels of a state of 256 that are rounded, and multiplied, at a time
 BUFFERS = 2  #: pieces that are kept, rounded
 
 
@@ -212,8 +214,10 @@ class Scan:
         rK = wgmma.b_operand(mma_s, wgmma.transposed(sK))
         acc_s = wgmma.accumulator(mma_s, c.head_dim)
         acc_u, acc_o = wgmma.accumulator(mma, CHUNK), wgmma.accumulator(mma, CHUNK)
-        pieces: cutlass.Constexpr = min(c.head_dim // PIECE, BUFFERS)
-        rS = [wgmma.a_registers(mma, PIECE) for _ in range(pieces)]
+        if const_expr(c.in_turn):
+            rS = [wgmma.a_registers(mma, PIECE) for _ in range(BUFFERS)]
+        else:
+            rS = wgmma.a_registers(mma, c.head_dim)
         rU, rD = wgmma.a_registers(mma, CHUNK), wgmma.a_registers(mma_s, CHUNK)
         operands = (mma, mma_s, rW, rQ, rP, rK, acc_s, acc_u, acc_o, rS, rU, rD)
 
@@ -265,35 +269,33 @@ class Scan:
     def with_state(self, operands, where, stage: Int32, out, chunk: Int32):
         """Start U^T += S^T W^T and O^T = S^T Q^T, and store the output of the chunk before."""
         mma, _, rW, rQ, _, _, acc_s, acc_u, acc_o, rS, _, _ = operands
-        pieces: cutlass.Constexpr = self.config.head_dim // PIECE
-        for p in cutlass.range_constexpr(pieces):
-            wgmma.round_to(piece_of(acc_s, p), rS[p])
+        wgmma.round_to(acc_s, rS)
         words = self.rounded(acc_o)
-        issue(mma, acc_u, rS, rW[None, None, None, stage], 0, True)
-        issue(mma, acc_o, rS, rQ[None, None, None, stage], 0, False)
+        wgmma.issue(mma, acc_u, rS, rW[None, None, None, stage], True)
+        wgmma.issue(mma, acc_o, rS, rQ[None, None, None, stage], False)
         self.decay(acc_s, where, stage)
         if chunk > 0:
             self.store_out(words, out, chunk - 1)
 
     @cute.jit
     def decay(self, acc_s, where, stage: Int32):
-        """The state times the decay of a chunk, early: at the head of the loop the assembler would wait for all that is
-        in flight before."""
-        gamma = load_float(where[1] + stage * VECTORS_TILE, vector_offset(2, 0))
+        """The state times the decay of a chunk, while the products of the rounded state run."""
+        (gamma,) = load_floats(where[1] + (stage * VECTORS_TILE + vector_offset(2, 0)), 1)
         for i in cutlass.range_constexpr(cute.size(acc_s)):
             acc_s[i] = acc_s[i] * gamma
 
     @cute.jit
     def with_state_in_turn(self, operands, where, stage: Int32):
-        """The same, with nothing in flight before and a piece of the state after the other."""
+        """Start the same products, a piece of the state after the other."""
         mma, _, rW, rQ, _, _, acc_s, acc_u, acc_o, rS, _, _ = operands
         pieces: cutlass.Constexpr = self.config.head_dim // PIECE
         for p in cutlass.range_constexpr(pieces):
             if const_expr(p >= BUFFERS):
                 wgmma.wait(2 * (BUFFERS - 1))  # the products of the piece that lay here
-            wgmma.round_to(piece_of(acc_s, p), rS[p % BUFFERS])
-            issue(mma, acc_u, (rS[p % BUFFERS],), rW[None, None, None, stage], p, True)
-            issue(mma, acc_o, (rS[p % BUFFERS],), rQ[None, None, None, stage], p, p > 0)
+            piece = rS[p % BUFFERS]
+            wgmma.round_to(piece_of(acc_s, p), piece)
+            wgmma.issue(mma, acc_u, piece, steps_of(rW[None, None, None, stage], p), True)
+            wgmma.issue(mma, acc_o, piece, steps_of(rQ[None, None, None, stage], p), p > 0)
         self.decay(acc_s, where, stage)
 
     @cute.jit
@@ -305,11 +307,11 @@ class Scan:
         wgmma.round_to(acc_u, rU)
         scale_columns(acc_u, after)
         wgmma.round_to(acc_u, rD)
-        issue(mma_s, acc_s, (rD,), rK[None, None, None, stage], 0, True)
+        wgmma.issue(mma_s, acc_s, rD, rK[None, None, None, stage], True)
         before = self.vector(where, stage, 0)
         wgmma.wait(1)
         scale_columns(acc_o, before)
-        issue(mma, acc_o, (rU,), rP[None, None, None, stage], 0, True)
+        wgmma.issue(mma, acc_o, rU, rP[None, None, None, stage], True)
 
     # --- Shared memory ---------------------------------------------------------------------------------------------
 
@@ -346,8 +348,7 @@ class Scan:
         for c in cutlass.range_constexpr(CHUNK // 8):
             offset: cutlass.Constexpr = vector_offset(row, 8 * c)
             base = where[2][offset // ROW % 2] + stage * VECTORS_TILE
-            pair = load_floats(base, offset // 32 * 32)
-            found[2 * c], found[2 * c + 1] = pair[0], pair[1]
+            found[2 * c], found[2 * c + 1] = load_floats(base + offset // 32 * 32, 2)
         return found
 
     @cute.jit
@@ -414,23 +415,14 @@ class Scan:
 # --- Helpers -------------------------------------------------------------------------------------------------------
 
 
-@cute.jit
-def issue(mma, acc, a, b, piece: cutlass.Constexpr, accumulate: cutlass.Constexpr):
-    """acc (+)= a @ b.T as one group, not waited for: a in pieces, the first of which is b's piece `piece`."""
-    wgmma.warpgroup.fence()
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(wgmma.warpgroup.Field.ACCUMULATE, accumulate)
-    for p in cutlass.range_constexpr(len(a)):
-        steps: cutlass.Constexpr = cute.size(a[p].shape[2])
-        for k in cutlass.range_constexpr(steps):
-            cute.gemm(atom, acc, a[p][None, None, k], b[None, None, (piece + p) * steps + k], acc)
-            atom.set(wgmma.warpgroup.Field.ACCUMULATE, True)
-    wgmma.warpgroup.commit_group()
-
-
 def piece_of(acc, p: int):
     """64 columns of an accumulator."""
     return cute.make_tensor(acc.iterator + p * (PIECE // 2), cute.make_layout(PIECE // 2))
+
+
+def steps_of(operand, p: int):
+    """What of a right operand (mma, 1, k / 16) meets piece p."""
+    return cute.local_tile(operand, (*operand.shape[:2], PIECE // 16), (0, 0, p))
 
 
 @cute.jit
@@ -444,18 +436,6 @@ def vector_offset(row: int, element: int) -> int:
     at = row * 4 * CHUNK + 4 * element
     line = at // ROW
     return line * ROW + (at % ROW // 16 ^ line) * 16 + at % 16
-
-
-def load_float(address, offset: int):
-    return ptx(f"ld.shared.f32 {{$w0}}, [{{$r0}}+{offset}];", write_only_types=[Float32], read_only_args=[address])
-
-
-def load_floats(address, offset: int):
-    return ptx(
-        f"ld.shared.v2.f32 {{{{$w0}}, {{$w1}}}}, [{{$r0}}+{offset}];",
-        write_only_types=[Float32] * 2,
-        read_only_args=[address],
-    )
 
 
 def store_matrices(address, offset: int, words) -> None:

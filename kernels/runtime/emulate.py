@@ -330,7 +330,7 @@ class Machine:
         return self._compute(o[0], (parts[-1], "u32"), o[1:], lambda a, n: shift(a, n, np.right_shift))
 
     def _op_shf(self, parts, o):  # type: ignore[no-untyped-def]
-        if parts[0] not in "lr" or parts[1] != "wrap":
+        if parts[0] not in ("l", "r") or parts[1] != "wrap":
             raise EmulationError(f"shf.{'.'.join(parts)} is not modelled")
         wide = np.uint64
 
