@@ -19,7 +19,7 @@ from accel.kernels.gated_delta_rule.chunk_config import CHUNK, SMEM, VECTORS, Ch
 from accel.kernels.linear_attention.case import Inputs, Outputs
 from accel.kernels.runtime import compile as runtime
 from accel.kernels.runtime.emulate import pack_tensor
-from accel.kernels.runtime.emulate_sm90 import HopperMachine, Memory, TensorMap
+from accel.kernels.runtime.emulate_sm90 import HopperMachine, Memory, TensorMap, segments_map, tiles_map
 from accel.testing import assert_accurate
 
 NAMES = {
@@ -91,16 +91,12 @@ class Call:
     def per_head(self, t: Tensor) -> bytes:
         return self.packed(t, (self.total, t.shape[2]), (t.stride(1), t.stride(2)))
 
-    def segments(self, t: Tensor, columns: int = 64) -> TensorMap:
-        """Of (B, T, heads, size) as rows of (B T, heads, size), as tma.segmented describes them."""
-        sizes = (t.shape[3], 2**30, t.shape[2], 0x7FFF0000, 0x7FFF0000)
-        strides = (1, t.stride(1), t.stride(2), t.stride(1), 2**34 - t.stride(1))
-        array = self.raw(t)[0].view(np.uint16)
-        return TensorMap(array, sizes, strides, (columns, CHUNK, 1, 1, 1), 128, t.storage_offset())
+    def segments(self, t: Tensor) -> TensorMap:
+        """Of (B, T, heads, size), whose batches lie T rows apart."""
+        return segments_map(self.raw(t)[0].view(np.uint16), t[0])
 
     def tiles(self, t: Tensor) -> TensorMap:
-        sizes, strides = (t.shape[2], CHUNK, t.shape[0]), (1, t.shape[2], CHUNK * t.shape[2])
-        return TensorMap(self.raw(t)[0].view(np.uint16), sizes, strides, (64, CHUNK, 1), 128)
+        return tiles_map(self.raw(t)[0].view(np.uint16), CHUNK, t.shape[2], t.shape[0], CHUNK)
 
     def read(self, t: Tensor) -> Tensor:
         return torch.from_numpy(self.raw(t)[0]).view(t.dtype)[: t.numel()].view(t.shape).clone()
@@ -135,7 +131,7 @@ class Call:
         maps = {2 * i: self.segments(t) for i, t in enumerate(loaded)}
         maps |= {2 * i + 4: self.tiles(t) for i, t in enumerate(self.work.values())}
         vectors = self.raw(self.vectors)[0].view(np.uint16)
-        maps[10] = TensorMap(vectors, (64, 2 * VECTORS, self.entries), (1, 64, 128 * VECTORS), (64, 8, 1), 128)
+        maps[10] = tiles_map(vectors, 2 * VECTORS, 64, self.entries, 8)
         maps[12] = self.segments(self.out)
         parameters = [p for t in loaded for p in (b"", ints(t.shape[2]))]
         parameters += [p for _ in self.work for p in (b"", ints(self.entries))]

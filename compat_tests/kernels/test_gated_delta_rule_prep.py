@@ -15,7 +15,7 @@ from accel.kernels.gated_delta_rule.chunk_config import CHUNK, SMEM, ChunkConfig
 from accel.kernels.runtime import compile as runtime
 from accel.kernels.runtime import sass
 from accel.kernels.runtime.emulate import pack_tensor
-from accel.kernels.runtime.emulate_sm90 import HopperMachine, Memory, TensorMap
+from accel.kernels.runtime.emulate_sm90 import HopperMachine, Memory, segments_map, tiles_map
 
 EPS = 1e-6
 NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -52,13 +52,6 @@ def compiled(c: ChunkConfig) -> runtime.Compiled:
 
 def elements(t: Tensor) -> np.ndarray:
     return t.view(torch.int16).numpy().view(np.uint16).reshape(-1).copy()
-
-
-def segments(array: np.ndarray, t: Tensor) -> TensorMap:
-    """Of (rows, heads, size), as tma.segmented describes it."""
-    sizes = (t.shape[2], 2**30, t.shape[1], 0x7FFF0000, 0x7FFF0000)
-    strides = (1, t.stride(0), t.stride(1), t.stride(0), 2**34 - t.stride(0))
-    return TensorMap(array, sizes, strides, (64, CHUNK, 1, 1, 1), 128)
 
 
 def log_decays(kind: str, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
@@ -146,10 +139,9 @@ def run(c: ChunkConfig, lengths: tuple[int, ...], heads: int, heads_v: int, deca
     out = [torch.full((slots * heads_v, CHUNK, n), torch.nan).to(dtype) for n in (c.head_dim, c.head_dim_v, CHUNK)]
     memory, vectors = Memory(), np.full((slots * heads_v, 3, CHUNK), np.nan, np.float32)
     arrays = [elements(t) for t in (q, k, v, *out)]
-    maps = {2 * i: segments(arrays[i], t) for i, t in enumerate((q, k, v))}
+    maps = {2 * i: segments_map(arrays[i], t) for i, t in enumerate((q, k, v))}
     for i, t in enumerate(out):
-        sizes, strides = (t.shape[2], CHUNK, t.shape[0]), (1, t.shape[2], CHUNK * t.shape[2])
-        maps[2 * i + 6] = TensorMap(arrays[3 + i], sizes, strides, (64, CHUNK, 1), 128)
+        maps[2 * i + 6] = tiles_map(arrays[3 + i], CHUNK, t.shape[2], t.shape[0], CHUNK)
 
     def number(t: Tensor) -> bytes:
         return pack_tensor(memory.place(t.view(torch.uint8).numpy()), t.shape, t.stride() if t.dim() > 1 else ())

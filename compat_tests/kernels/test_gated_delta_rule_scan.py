@@ -17,7 +17,7 @@ from accel.kernels.gated_delta_rule.chunk_config import CHUNK, VECTORS, ChunkCon
 from accel.kernels.runtime import compile as runtime
 from accel.kernels.runtime import sass
 from accel.kernels.runtime.emulate import pack_tensor
-from accel.kernels.runtime.emulate_sm90 import HopperMachine, Memory, TensorMap
+from accel.kernels.runtime.emulate_sm90 import HopperMachine, Memory, segments_map, tiles_map
 
 SMEM = 227 * 1024
 
@@ -66,17 +66,6 @@ def bits(t: torch.Tensor) -> np.ndarray:
 
 def ints(*values: int) -> bytes:
     return np.array(values, np.int32).tobytes()
-
-
-def segmented_map(array: np.ndarray, t: torch.Tensor, columns: int) -> TensorMap:
-    """Of a (total, heads, size) tensor, as tma.segmented describes it."""
-    sizes = (t.shape[2], 2**30, t.shape[1], 0x7FFF0000, 0x7FFF0000)
-    strides = (1, t.stride(0), t.stride(1), t.stride(0), 2**34 - t.stride(0))
-    return TensorMap(array, sizes, strides, (columns, CHUNK, 1, 1, 1), 2 * columns)
-
-
-def entry_map(array: np.ndarray, rows: int, columns: int, entries: int, box_rows: int) -> TensorMap:
-    return TensorMap(array, (columns, rows, entries), (1, columns, rows * columns), (64, box_rows, 1), 128)
 
 
 def run(case: Case, seed: int) -> None:
@@ -138,13 +127,13 @@ def run(case: Case, seed: int) -> None:
     arrays = [bits(t) for t in (q, k, w, u, p)]
     vectors, out = vec.numpy().reshape(-1).view(np.uint16).copy(), bits(o)
     maps = {
-        0: segmented_map(arrays[0], q, 64),
-        2: segmented_map(arrays[1], k, 64),
-        4: entry_map(arrays[2], CHUNK, size, entries, CHUNK),
-        6: entry_map(arrays[3], CHUNK, size_v, entries, CHUNK),
-        8: entry_map(arrays[4], CHUNK, CHUNK, entries, CHUNK),
-        10: entry_map(vectors, 2 * VECTORS, 64, entries, 8),
-        12: segmented_map(out, o, 64),
+        0: segments_map(arrays[0], q),
+        2: segments_map(arrays[1], k),
+        4: tiles_map(arrays[2], CHUNK, size, entries, CHUNK),
+        6: tiles_map(arrays[3], CHUNK, size_v, entries, CHUNK),
+        8: tiles_map(arrays[4], CHUNK, CHUNK, entries, CHUNK),
+        10: tiles_map(vectors, 2 * VECTORS, 64, entries, 8),
+        12: segments_map(out, o),
     }
     sizes = (heads, heads, entries, entries, entries, entries, heads_v)
     parameters = [x for n in sizes for x in (b"", ints(n))]

@@ -549,10 +549,11 @@ def store_floats(address, numbers, kind: str = "f32") -> None:
     ptx(f"st.shared.v{len(numbers)}.{kind} [{{$r0}}], {{{names}}};", read_only_args=[address, *numbers])
 
 
-def store_matrices(address, words) -> None:
+def store_matrices(address, words, transposed: bool = False) -> None:
     """Four 8x8 matrices of 16-bit elements; lane i has the address of row i % 8 of matrix i / 8."""
+    how = ".trans" if transposed else ""
     ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        f"stmatrix.sync.aligned.m8n8.x4{how}.shared.b16 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
         read_only_args=[address, *words],
     )
 

@@ -30,7 +30,7 @@ from ..blocks.warp_mma import load_matrices, pack
 from ..blocks.words import ELEMENT, as_word, load_number, store_words, unpack
 from . import chunk_table
 from .chunk_config import CHUNK, SLICE, TABLE_COLUMNS, VECTORS, VECTORS_TILE, ChunkConfig
-from .sm90_prep import load_floats
+from .sm90_prep import load_floats, store_matrices
 
 ptx = cute.arch.inline_ptx
 #: The fp32 vectors of a chunk as a tile of 16-bit elements: 6 rows of 64, and 2 of zeros that fill a swizzled atom.
@@ -370,7 +370,7 @@ class Scan:
         address += stage * (self.config.warpgroups * CHUNK * ROW)
         roles.sync_warpgroup(warpgroup)
         for block in cutlass.range_constexpr(CHUNK // 16):
-            store_matrices(address, block * 16 * ROW, [words[4 * block + i] for i in range(4)])
+            store_matrices(address + block * 16 * ROW, [words[4 * block + i] for i in range(4)], transposed=True)
         cute.arch.fence_proxy("async.shared", space="cta")
         roles.sync_warpgroup(warpgroup)
         if stores:
@@ -436,14 +436,6 @@ def vector_offset(row: int, element: int) -> int:
     at = row * 4 * CHUNK + 4 * element
     line = at // ROW
     return line * ROW + (at % ROW // 16 ^ line) * 16 + at % 16
-
-
-def store_matrices(address, offset: int, words) -> None:
-    """The reverse of `load_matrices`, transposed."""
-    ptx(
-        f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{{$r0}}+{offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
-        read_only_args=[address, *words],
-    )
 
 
 def store_number(address, x) -> None:

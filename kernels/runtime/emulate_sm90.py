@@ -37,6 +37,18 @@ class TensorMap:
     offset: int = 0  #: of the first element
 
 
+def segments_map(array: np.ndarray, t: Any, columns: int = 64, rows: int = 64) -> TensorMap:
+    """Of a (total, heads, size) tensor with any row and head strides, as `blocks.tma.segmented` describes it."""
+    sizes = (t.shape[2], 2**30, t.shape[1], 0x7FFF0000, 0x7FFF0000)
+    strides = (1, t.stride(0), t.stride(1), t.stride(0), 2**34 - t.stride(0))
+    return TensorMap(array, sizes, strides, (columns, rows, 1, 1, 1), 2 * columns, t.storage_offset())
+
+
+def tiles_map(array: np.ndarray, rows: int, columns: int, entries: int, box_rows: int) -> TensorMap:
+    """Of contiguous (entries, rows, columns), in boxes of 64 columns."""
+    return TensorMap(array, (columns, rows, entries), (1, columns, rows * columns), (64, box_rows, 1), 128)
+
+
 def swizzled(address: np.ndarray, width: int) -> np.ndarray:
     """Where a byte of a tile lies whose rows are `width` bytes: 16-byte columns are exchanged by the row."""
     return address ^ (address >> 3 & (width - 16))
