@@ -68,6 +68,34 @@ def ints(*values: int) -> bytes:
     return np.array(values, np.int32).tobytes()
 
 
+def walked(
+    case: Case,
+    made: tuple[torch.Tensor, ...],
+    o: torch.Tensor,
+    initial: torch.Tensor,
+    starts: list[int],
+    first_slots: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o with the rows of the sequences, the states [N, HV, K, V] after them) in fp64, of q, k, W, U, P and vectors."""
+    q, k, *entries = (t.double() for t in made)
+    (heads, heads_v), size = case.heads, case.dims[0]
+    want, states = o.double(), initial.double() if case.initial else torch.zeros_like(initial).double()
+    states = states.transpose(2, 3).contiguous() if case.v_first else states
+    for n, length in enumerate(case.lengths):
+        for j in range(heads_v):
+            state = states[n, j]
+            for i in range(-(-length // CHUNK)):
+                w, u, p, vec = (t[(first_slots[n] + i) * heads_v + j] for t in entries)
+                row, live = starts[n] + CHUNK * i, min(CHUNK, length - CHUNK * i)
+                tq, tk = torch.zeros(CHUNK, size).double(), torch.zeros(CHUNK, size).double()
+                tq[:live], tk[:live] = (t[row : row + live, j // (heads_v // heads)] for t in (q, k))
+                new = u + w @ state
+                want[row : row + live, j] = ((tq @ state) * vec[0, :, None] + p @ new)[:live]
+                state = vec[2, 0] * state + tk.T @ (new * vec[1, :, None])
+            states[n, j] = state
+    return want, states
+
+
 def run(case: Case, seed: int) -> None:
     c = case.config
     drawn = torch.Generator().manual_seed(seed)
@@ -107,22 +135,7 @@ def run(case: Case, seed: int) -> None:
                 vec[e, 2, 0] = 0.5
     q, k, w, u, p = (t.to(dtype) for t in (q, k, w, u, p))
 
-    want, states = o.double(), initial.double() if case.initial else torch.zeros_like(initial).double()
-    states = states.transpose(2, 3).contiguous() if case.v_first else states
-    for n, length in enumerate(case.lengths):
-        for j in range(heads_v):
-            state = states[n, j]
-            for i in range(-(-length // CHUNK)):
-                e = (first_slots[n] + i) * heads_v + j
-                row, live = starts[n] + CHUNK * i, min(CHUNK, length - CHUNK * i)
-                tq, tk = torch.zeros(CHUNK, size).double(), torch.zeros(CHUNK, size).double()
-                tq[:live], tk[:live] = q[row : row + live, j // group], k[row : row + live, j // group]
-                new = u[e].double() + w[e].double() @ state
-                out = (tq @ state) * vec[e, 0, :, None].double() + p[e].double() @ new
-                state = vec[e, 2, 0].double() * state + tk.T @ (new * vec[e, 1, :, None].double())
-                want[row : row + live, j] = out[:live]
-            states[n, j] = state
-
+    want, states = walked(case, (q, k, w, u, p, vec), o, initial, starts, first_slots)
     memory = Memory()
     arrays = [bits(t) for t in (q, k, w, u, p)]
     vectors, out = vec.numpy().reshape(-1).view(np.uint16).copy(), bits(o)

@@ -155,8 +155,7 @@ class Machine:
 
     @staticmethod
     def _split(body: str) -> Iterator[str]:
-        """Statements; braces at the start of one, labels aside, open a scope, which means nothing here; others are
-        vectors."""
+        """Statements; a brace that begins one, after labels, opens a scope and means nothing; others are vectors."""
         at, depth = "", 0
         for char in body:
             if (char == "{" and at.strip()[-1:] in ("", ":")) or (char == "}" and depth == 0):
